@@ -489,7 +489,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
         if not isinstance(value, _SUMMARIES):
             struct = jax.eval_shape(lambda value: self.whole(value, block), value)
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
-        return zeros.before(blocks.num)
+        return zeros.before(_most(blocks))
 
     def update(
         self, state: _Summary, value: _Summary | _Value, block: Block
@@ -888,6 +888,11 @@ def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
 _MANY = 128
 
 
+def _most(blocks: Blocks) -> int:
+    """The largest number of microbatches that results may come from."""
+    return _MANY + 1 if blocks.continues else blocks.num
+
+
 def nothing_lost(total: Any, num: int) -> Array | None:
     """What rounding took from a sum so far, or None if it is not kept.
 
@@ -988,7 +993,8 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         # Not even in half precision do sums overflow.
         total = widened(jnp.zeros(value.log_total.shape, value.log_total.dtype))
         shift = jnp.full_like(total.real, -jnp.inf)
-        return _Exponentials(shift, total, nothing_lost(total, blocks.num), value.dtype)
+        lost = nothing_lost(total, _most(blocks))
+        return _Exponentials(shift, total, lost, value.dtype)
 
     def update(
         self,

@@ -27,7 +27,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._base.checks import checked
+from .._base.checks import check_types, checked
 from .._base.primitives import constants, inner_programs, parameters, programs_in
 from .._base.trees import import_extra, log, safe_zip
 
@@ -583,6 +583,29 @@ class ZarrWriter(AbstractWriter):
                 str(damaged[0]),
             )
         return self.open("r")
+
+
+# What users pass for a store.
+Store = AbstractStore | str | os.PathLike
+
+
+# What is a mistake rather than the name of a folder.
+_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
+
+
+def as_store(store: Store) -> AbstractStore | Literal["device"]:
+    """The store that `store` stands for; a path is that of a `ZarrStore`."""
+    check_types({"store": store}, {"store": Store}, always=True)
+    if isinstance(store, AbstractStore):
+        return store
+    if store == "device":
+        return "device"
+    if store in _NO_PATHS:
+        raise ValueError(
+            f"`store` must be 'device', 'host', a path on disk, or a store; got "
+            f"{store!r}. Write './{store}' for a folder of this name."
+        )
+    return HostStore() if store == "host" else ZarrStore(store)
 
 
 # The version of the format, so that later versions recognise earlier ones.

@@ -331,6 +331,93 @@ GRADIENTS += [
 ]
 
 
+rows = eqxbatch.over_batches(vmap())
+STREAMS = [
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(jnp.sum),
+        TypeError,
+        "takes a transform that accumulates over a batch, such as",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows(x),
+        TypeError,
+        "`batches` must be an iterable of batches, or arrays .* with a `batch_size`",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows(()),
+        ValueError,
+        "`batches` must have a batch; got an empty tuple",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(grad(accumulator=eqxbatch.Mean(weights=y))),
+        ValueError,
+        "The transform has `weights` for the examples of one batch.*weighted=True",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(grad(clip_norm=y)),
+        ValueError,
+        "The transform has `clip_norm` for the examples of one batch",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(num_real_microbatches=1)),
+        ValueError,
+        "The transform has `num_real_microbatches` for the examples of one batch",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), weighted=True),
+        ValueError,
+        "`weighted=True` gives weights to each `Sum` and `Mean`.* has none",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=0),
+        ValueError,
+        "`batch_size` must be at least 1; got 0",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2)((x, y[1:])),
+        ValueError,
+        "The number of rows of each array must be 5; got 4",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(eqxbatch.filter_hessian(loss))(w, [x]),
+        TypeError,
+        "takes a transform that accumulates.*Give it a batch axis with `in_axes`",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(
+            eqxbatch.filter_kfac(
+                lambda w, x: w @ x, lambda out, x: out**2, corrected=True
+            )
+        )(w, iter([x])),
+        ValueError,
+        "takes 2 passes over all batches, but `batches` is an iterator",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.update(None, x),
+        TypeError,
+        "`state` must be StreamState; got None",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.finish(rows.init(x)),
+        ValueError,
+        "`rows` must have the rows of output: join what `update` returned",
+    ),
+]
+
+
 ACCUMULATORS = [
     Case(
         "AbstractAccumulator",

@@ -1,0 +1,447 @@
+"""`over_batches`: a transform of all examples of a loader, batch by batch."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, PyTree
+
+from .._base.checks import check_at_least, check_equal, check_types
+from .._base.jaxprs import compiled
+from .._base.mesh import is_explicit, names_of
+from .._base.trees import described, difference, is_struct, shown
+from .accumulators import AbstractTotal
+from .loop import canonicalise, is_accumulator
+from .memory import resolved
+from .passes import of_passes, Pass, Passes
+from .progress import AbstractProgressMeter, as_meter, metered
+from .transform import (
+    AbstractMicrobatched,
+    AbstractTransform,
+    also_decorator,
+    on_their_mesh,
+)
+
+
+class StreamState(eqx.Module):
+    """What [`eqxbatch.over_batches`][] knows of the batches so far.
+
+    It is a PyTree of arrays, which can be saved with `equinox.tree_serialise_leaves`.
+
+    - `passes`: the passes over all batches: two for K-FAC with `corrected=True`, and
+        one for everything else. Each has `num_examples`, and the `states` of its
+        accumulators.
+    - `treedef`, `leaves`: the structure and the types of the first batch.
+    """
+
+    passes: list[Pass]
+    treedef: Any = eqx.field(static=True)
+    leaves: tuple = eqx.field(static=True)
+
+    @property
+    def batch(self) -> tuple:
+        """A batch with the types of the first one, with structs for its arrays."""
+        return jtu.tree_unflatten(self.treedef, self.leaves)
+
+
+class OverBatches(AbstractTransform):
+    """Applies a transform to the examples of many batches, as if they were one batch.
+
+    `over_batches(transform)(model, batches)` equals `transform(model, *examples)` for
+    the concatenated examples, up to rounding, whatever the sizes of the batches. Means
+    are weighted by the number of examples, and random numbers belong to the number of
+    an example. The next batch is loaded, and moved to the device, while one is
+    computed, so that three batches are in memory at most.
+
+    **Arguments:**
+
+    - `transform`: what [`eqxbatch.filter_micro_vmap`][],
+        [`eqxbatch.filter_microbatch`][], [`eqxbatch.filter_micro_grad`][],
+        [`eqxbatch.filter_micro_value_and_grad`][], [`eqxbatch.filter_jacobian`][],
+        [`eqxbatch.filter_hessian`][], [`eqxbatch.filter_ggn`][],
+        [`eqxbatch.filter_kfac`][], [`eqxbatch.filter_hvp`][],
+        [`eqxbatch.filter_ggnvp`][], and their diagonals and blocks return, with a
+        batch axis. Each batch is cut into microbatches as the transform says.
+    - `weighted`: whether the last entry of each batch is no argument, but the weights
+        of its examples: numbers, or bools for a mask. They are the `weights` of each
+        [`eqxbatch.Sum`][] and [`eqxbatch.Mean`][] of the transform.
+    - `batch_size`: if given, `batches` are all examples: arrays, or what is indexed
+        like them, such as `numpy.memmap`, `zarr.Array` or an HDF5 data set. So many
+        rows at a time are read along axis 0.
+    - `sharding`: where batches are put, such as
+        `NamedSharding(mesh, PartitionSpec("data"))`. With several processes, each gives
+        its own rows of a batch. The default is the default device, and arrays of JAX
+        stay where they are.
+    - `progress`: True for a progress bar, or an [`eqxbatch.AbstractProgressMeter`][].
+
+    **Returns:**
+
+    A function of the arguments before the batch, such as the model, and of `batches`:
+    an iterable of the remaining arguments of the transform, which all have a batch
+    axis. A tuple or list is several arguments, and anything else a single one. Arrays
+    are those of JAX, NumPy, or any library with `__array__`, such as PyTorch: a
+    `torch.utils.data.DataLoader` is such an iterable. Full batches share one compiled
+    program, and each other size has another.
+
+    Results with a row for each example, such as norms, are joined in host memory.
+
+    It has three methods for a loop of your own, with the same arguments for the same
+    batch:
+
+    - `init(model, batch)` returns an [`eqxbatch.results.StreamState`][] before the
+        first batch. Only the types of `batch` matter.
+    - `update(state, model, batch, number=0)` returns `(state, rows)`: the state with
+        one more batch, and the results with a row for each of its examples, an empty
+        list if there are none. The memory of the old state is reused. `number` is the
+        number of the pass.
+    - `finish(state, model, rows=())` returns the result. `rows` is the list of all
+        rows, joined along axis 0.
+
+    **Raises:**
+
+    - `ValueError` if there are no batches, for a batch whose examples have other types
+        than those of the first one, for a transform that has `weights`, bounds for each
+        example, or `num_real_microbatches`, and for an iterator if it takes two passes.
+    - `TypeError` for what is no such transform.
+    - What a loader raises, with the number of the batch.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, numpy as np
+        >>> model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+        >>> diagonal = eqxbatch.filter_ggn_diagonal(
+        ...     lambda model, x, label: model(x),
+        ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
+        ... )
+        >>> def batches():
+        ...     for size in (4, 4, 2):
+        ...         yield np.ones((size, 2), np.float32), np.zeros(size, np.int32)
+        >>> result = eqxbatch.over_batches(diagonal)(model, batches())
+        >>> result.weight.shape
+        (3, 2)
+
+        ```
+    """
+
+    transform: Callable
+    _: dataclasses.KW_ONLY
+    weighted: bool = False
+    batch_size: int | None = None
+    sharding: Sharding | None = eqx.field(static=True, default=None)
+    progress: AbstractProgressMeter | None = eqx.field(
+        static=True, converter=as_meter, default=None
+    )
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self).__call__)
+
+    def __check_init__(self) -> None:
+        transform: Any = self.transform
+        if not isinstance(transform, AbstractMicrobatched):
+            raise TypeError(
+                "`over_batches` takes a transform that accumulates over a batch, such "
+                "as `eqxbatch.filter_micro_grad(loss)` returns; got "
+                f"{described(transform)}."
+            )
+        if self.batch_size is not None:
+            check_at_least("batch_size", self.batch_size, 1)
+        if self.weighted and not _totals(transform):
+            raise ValueError(
+                "`weighted=True` gives weights to each `Sum` and `Mean` of the "
+                f"transform, but {transform} has none. Leave it out."
+            )
+        of_batch = {
+            "num_real_microbatches": getattr(transform, "num_real_microbatches", None),
+            "clip_norm": _first(getattr(transform, "clip_norm", None), np.ndim),
+            "weights": _first(_totals(transform), lambda x: x.weights is not None),
+        }
+        for name, value in of_batch.items():
+            if value is not None:
+                raise ValueError(
+                    f"The transform has `{name}` for the examples of one batch, but "
+                    "`over_batches` has many. Leave it out. For weights, or a mask, "
+                    "pass `weighted=True`, and yield them last in each batch."
+                )
+
+    def __call__(self, /, *args: Any) -> Any:
+        return self.apply(args, {})
+
+    def init(self, *args: Any) -> StreamState:
+        """The state before the first batch, the last argument."""
+        *leading, batch = args
+        batch = self._moved(batch)
+        leaves, treedef = jtu.tree_flatten(jtu.tree_map(_struct, batch))
+        args = (*leading, *batch)
+        arrays = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
+        mesh = next((x.sharding.mesh for x in arrays if is_explicit(x)), None)
+        is_traced = any(isinstance(x, Tracer) for x in arrays)
+        # The program reads no array that would tell the devices.
+        around = (
+            contextlib.nullcontext()
+            if mesh is None or is_traced
+            else jax.set_mesh(mesh)
+        )
+        with around:
+            passes = _begun(self._transform, args, self.weighted)
+        if not passes:
+            raise TypeError(
+                f"`over_batches` takes a transform that accumulates over a batch, and "
+                f"{self.transform} does not. Give it a batch axis with `in_axes`."
+            )
+        return StreamState(passes, treedef, tuple(leaves))
+
+    def update(
+        self, state: StreamState, *args: Any, number: int = 0
+    ) -> tuple[StreamState, list[Array]]:
+        """The state with one more batch, the last argument, and its rows."""
+        check_types({"state": state}, {"state": StreamState}, always=True)
+        *leading, batch = args
+        batch = self._moved(batch)
+        form = [_kind(x) for x in jtu.tree_leaves(batch)]
+        expected = [_kind(x) for x in jtu.tree_leaves(state.batch)]
+        if jtu.tree_structure(batch) != state.treedef or form != expected:
+            raise ValueError(
+                "All batches must have the structure, dtypes and weak types of the "
+                f"first one. {difference(state.batch, batch)} Their arrays are "
+                f"{', '.join(expected)}; got {', '.join(form)}."
+            )
+        call = self._transform, (*leading, *batch), self.weighted, number
+        passes, rows = _updated(call, state.passes)
+        return dataclasses.replace(state, passes=passes), rows
+
+    def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
+        """The result for all batches."""
+        check_types({"state": state}, {"state": StreamState}, always=True)
+        call = self._transform, leading, state, self.weighted
+        return _finished(*call, [*rows])
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        *leading, batches = args
+        if self.batch_size is None and hasattr(batches, "__array__"):
+            raise TypeError(
+                "`batches` must be an iterable of batches, or arrays of all examples "
+                f"with a `batch_size`; got {described(batches)} without one."
+            )
+        state, rows, number = None, [], 0
+        while state is None or number < len(state.passes):
+            upcoming = self._each(batches)
+            batch, index = next(upcoming, None), 0
+            if batch is None:
+                raise ValueError(
+                    f"`batches` must have a batch; got {described(batches)}, which is "
+                    "empty. A generator is, once it has run: make it anew."
+                )
+            if state is None:
+                with _about(0):
+                    state = self.init(*leading, batch)
+            if len(state.passes) > 1 and iter(batches) is batches:
+                raise ValueError(
+                    f"{self.transform} takes {len(state.passes)} passes over all "
+                    "batches, but `batches` is an iterator, which has one. Pass a "
+                    "list, or a loader that can be iterated again."
+                )
+            while batch is not None:
+                with _about(index):
+                    state, new = self.update(state, *leading, batch, number=number)
+                # The next batch is loaded while this one is computed.
+                batch = next(upcoming, None)
+                with _about(index):
+                    jax.block_until_ready(state)
+                rows.append(_fetched(new))
+                index += 1
+            number += 1
+        joined = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+        return self.finish(state, *leading, rows=joined)
+
+    @property
+    def _transform(self) -> AbstractTransform:
+        transform: Any = self.transform
+        return resolved(transform)
+
+    def _moved(self, batch: Any) -> tuple:
+        """A batch as arguments, with its arrays on the device."""
+        batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return jtu.tree_map(functools.partial(_put, self.sharding), batch)
+
+    def _each(self, batches: Any) -> Iterator[tuple]:
+        """The batches, on the device."""
+        if self.batch_size is None:
+            num = operator.length_hint(batches) or None
+        else:
+            batches, num = _slices(batches, self.batch_size)
+        iterator = iter(batches)
+        with metered(self.progress, num, 0) as step:
+            for i in itertools.count():
+                with _about(i):
+                    batch = next(iterator, _END)
+                    batch = batch if batch is _END else self._moved(batch)
+                if batch is _END:
+                    return
+                yield batch
+                step(0)
+
+
+_END: Any = object()
+
+
+def _put(sharding: Sharding | None, x: Any) -> Any:
+    """An array on the devices; everything else as it is."""
+    if not hasattr(x, "__array__"):
+        return x
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        if sharding is not None:
+            whole = _fitting(sharding, x)
+            return jax.make_array_from_process_local_data(whole, x)
+        # A loader may use its memory for the next batch.
+        return jax.device_put(x, may_alias=False)
+    return x if sharding is None else jax.device_put(x, _fitting(sharding, x))
+
+
+@contextlib.contextmanager
+def _about(number: int) -> Iterator[None]:
+    """Names a batch in errors."""
+    try:
+        yield
+    except Exception as e:
+        e.add_note(f"This is about batch {number}, counted from 0.")
+        raise
+
+
+def _fitting(sharding: Sharding, x: Any) -> Sharding:
+    """A sharding, or all rows on each device if they cannot be shared equally."""
+    if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
+        names = names_of([*sharding.spec, None][0])
+        if x.shape[0] % math.prod(sharding.mesh.shape[name] for name in names):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _fetched(rows: list[Array]) -> list[np.ndarray]:
+    """Rows of all processes, in host memory."""
+    if all(x.is_fully_addressable for x in rows):
+        return jax.device_get(rows)
+    return multihost_utils.process_allgather(rows, tiled=True)
+
+
+def _slices(examples: PyTree, size: int) -> tuple[Iterator[PyTree], int]:
+    """The rows of all examples, so many at a time, and the number of such batches."""
+    leaves, treedef = jtu.tree_flatten(examples)
+    total = leaves[0].shape[0]
+    for x in leaves:
+        check_equal("The number of rows of each array", x.shape[0], total)
+    starts = range(0, total, size)
+    cut = lambda start: [x[start : start + size] for x in leaves]
+    return (treedef.unflatten(cut(start)) for start in starts), len(starts)
+
+
+def _struct(x: Any) -> Any:
+    if not eqx.is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+
+
+def _kind(x: Any) -> str:
+    """What all batches have in common in a leaf."""
+    if not eqx.is_array(x) and not is_struct(x):
+        return shown(x)
+    is_weak = getattr(x, "weak_type", False)
+    return f"{'weak ' * is_weak}{x.dtype} with {x.ndim} axes"
+
+
+def _first(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
+    leaves = jtu.tree_leaves(tree, is_leaf=is_accumulator)
+    return next((x for x in leaves if x is not None and condition(x)), None)
+
+
+_ACCUMULATORS = ("accumulator", "value_accumulator", "aux_accumulator")
+
+
+def _totals(transform: AbstractTransform) -> list[AbstractTotal]:
+    """The accumulators of a transform that can have weights."""
+    trees = [getattr(transform, name, None) for name in _ACCUMULATORS]
+    leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
+    return [x for x in leaves if isinstance(x, AbstractTotal)]
+
+
+def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform:
+    """A transform with other weights of the examples."""
+
+    def replaced(accumulator: Any) -> Any:
+        accumulator = canonicalise(accumulator)
+        if isinstance(accumulator, AbstractTotal):
+            return dataclasses.replace(accumulator, weights=weights)
+        return accumulator
+
+    changes = {
+        name: jtu.tree_map(replaced, getattr(transform, name), is_leaf=is_accumulator)
+        for name in _ACCUMULATORS
+        if hasattr(transform, name)
+    }
+    return dataclasses.replace(transform, **changes)
+
+
+def _applied(
+    select: Callable[[Any, Passes], PyTree],
+    transform: AbstractTransform,
+    args: tuple,
+    is_weighted: bool,
+    *of_passes_: Any,
+) -> PyTree:
+    """What `select` returns for the result of a call, and its passes."""
+
+    def run(transform: AbstractTransform, args: tuple, *rest: Any) -> PyTree:
+        passes = Passes(*rest)
+        if is_weighted:
+            transform, args = _weighted(transform, args[-1]), args[:-1]
+        with of_passes(passes):
+            return select(transform.apply(args, {}), passes)
+
+    specs = lambda *_: PartitionSpec()
+    return on_their_mesh(run, (transform, args, *of_passes_), specs)
+
+
+@compiled
+def _begun(transform: AbstractTransform, args: tuple, is_weighted: bool) -> list[Pass]:
+    select = lambda _, passes: passes.after
+    return _applied(select, transform, args, is_weighted, None)
+
+
+@functools.partial(compiled, donate="all-except-first")
+def _updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
+    select = lambda _, passes: (passes.after, passes.rows)
+    return _applied(select, *call[:-1], before, call[-1])
+
+
+@compiled
+def _finished(
+    transform: AbstractTransform,
+    leading: tuple,
+    state: StreamState,
+    is_weighted: bool,
+    rows: list[Array],
+) -> Any:
+    # Of the batch, only the types matter.
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x
+    args = (*leading, *jtu.tree_map(zeros, state.batch))
+    select = lambda result, _: result
+    return _applied(select, transform, args, is_weighted, state.passes, None, rows)
+
+
+over_batches = also_decorator("over_batches", OverBatches)
