@@ -40,17 +40,17 @@ class Passes:
 
     - `before`: those over the batches before; None for a call that begins them.
     - `active`: the number of the pass that this batch is for; None if it is for none.
-    - `joined`: the results of all batches that are joined, for a call that finishes.
     - `number`: how many passes the call has reached.
-    - `after`, `rows`: the passes with this batch, and its results to be joined.
+    - `after`: the passes with this batch.
+    - `rows`: its results that are joined, and the paths and axes of these. For a call
+        that finishes, they stand for those of all batches.
     """
 
     before: list[Pass] | None
     active: int | None = None
-    joined: list[Array] | None = None
     number: int = 0
     after: list[Pass] = dataclasses.field(default_factory=list)
-    rows: list[Array] = dataclasses.field(default_factory=list)
+    rows: list[tuple[Array, str, int]] = dataclasses.field(default_factory=list)
 
     @property
     def runs(self) -> bool:
@@ -123,17 +123,9 @@ class Passes:
         for slot, state in safe_zip(slots, states):
             if slot.continues:
                 state = slot.accumulator.finalize(state)
-            elif self.runs:
+            elif self.runs or self.active is None:
                 axis = slot.accumulator.axis_of(state)
-                self.rows.append(jnp.moveaxis(state, axis, 0))
-            elif self.joined is not None:
-                if not self.joined:
-                    raise ValueError(
-                        f"`rows` must have the rows of output{slot.path}: join what "
-                        "`update` returned for all batches along axis 0."
-                    )
-                axis = slot.accumulator.axis_of(state)
-                state = jnp.moveaxis(jnp.asarray(self.joined.pop(0)), 0, axis)
+                self.rows.append((state, slot.path, axis))
             results.append(state)
         self.number += 1
         return results

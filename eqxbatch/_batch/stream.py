@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -29,6 +29,17 @@ from .loop import canonicalise, is_accumulator
 from .memory import resolved
 from .passes import of_passes, Pass, Passes
 from .progress import AbstractProgressMeter, as_meter, metered
+from .store import (
+    AbstractStore,
+    AbstractWriter,
+    as_store,
+    Chunk,
+    digest,
+    fingerprint,
+    pipeline,
+    Store,
+    StoredArray,
+)
 from .transform import (
     AbstractMicrobatched,
     AbstractTransform,
@@ -58,6 +69,16 @@ class StreamState(eqx.Module):
         return jtu.tree_unflatten(self.treedef, self.leaves)
 
 
+def _as_store(store: Store | None) -> AbstractStore | None:
+    made = None if store is None else as_store(store)
+    if made == "device":
+        raise ValueError(
+            "`store` must be 'host', a path on disk, or a store; got 'device'. Leave "
+            "it out to join rows in host memory."
+        )
+    return made
+
+
 class OverBatches(AbstractTransform):
     """Applies a transform to the examples of many batches, as if they were one batch.
 
@@ -82,6 +103,11 @@ class OverBatches(AbstractTransform):
     - `batch_size`: if given, `batches` are all examples: arrays, or what is indexed
         like them, such as `numpy.memmap`, `zarr.Array` or an HDF5 data set. So many
         rows at a time are read along axis 0.
+    - `store`: where results with a row for each example are stored, with a
+        `batch_size`: a path on disk, or an [`eqxbatch.ZarrStore`][], for zarr arrays
+        with a chunk for each batch; or `"host"`. All results of the transform must be
+        such rows. To resume a run that was stopped or killed, call it again: it
+        computes the chunks that are missing, or whose rows were others.
     - `sharding`: where batches are put, such as
         `NamedSharding(mesh, PartitionSpec("data"))`. With several processes, each gives
         its own rows of a batch. The default is the default device, and arrays of JAX
@@ -97,7 +123,8 @@ class OverBatches(AbstractTransform):
     `torch.utils.data.DataLoader` is such an iterable. Full batches share one compiled
     program, and each other size has another.
 
-    Results with a row for each example, such as norms, are joined in host memory.
+    Results with a row for each example, such as norms, are joined in host memory, as
+    NumPy arrays, unless there is a `store`.
 
     It has three methods for a loop of your own, with the same arguments for the same
     batch:
@@ -142,6 +169,7 @@ class OverBatches(AbstractTransform):
     _: dataclasses.KW_ONLY
     weighted: bool = False
     batch_size: int | None = None
+    store: AbstractStore | None = eqx.field(default=None, converter=_as_store)
     sharding: Sharding | None = eqx.field(static=True, default=None)
     progress: AbstractProgressMeter | None = eqx.field(
         static=True, converter=as_meter, default=None
@@ -161,6 +189,13 @@ class OverBatches(AbstractTransform):
             )
         if self.batch_size is not None:
             check_at_least("batch_size", self.batch_size, 1)
+        store, size = self.store, self.batch_size
+        if store is not None and (size is None or store.upper_only):
+            raise ValueError(
+                "`store` needs a `batch_size`, the number of rows that are stored "
+                "together, and a store without `upper_only`; got "
+                f"`batch_size={size}` and {store}."
+            )
         if self.weighted and not _totals(transform):
             raise ValueError(
                 "`weighted=True` gives weights to each `Sum` and `Mean` of the "
@@ -228,11 +263,28 @@ class OverBatches(AbstractTransform):
     def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
         """The result for all batches."""
         check_types({"state": state}, {"state": StreamState}, always=True)
-        call = self._transform, leading, state, self.weighted
-        return _finished(*call, [*rows])
+        result, rows = self._finished(state, leading), [*rows]
+
+        def place(x: Any) -> Any:
+            if not isinstance(x, _Rows):
+                return x
+            if len(rows) <= x.number:
+                raise ValueError(
+                    f"`rows` must have the rows of output{x.path}: join what `update` "
+                    "returned for all batches along axis 0."
+                )
+            array = rows[x.number]
+            return array if x.axis == 0 else np.moveaxis(np.asarray(array), 0, x.axis)
+
+        return jtu.tree_map(place, result)
+
+    def _finished(self, state: StreamState, leading: tuple) -> Any:
+        return _finished(self._transform, leading, state, self.weighted)
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         *leading, batches = args
+        if self.store is not None:
+            return self._to_store(self.store, tuple(leading), batches)
         if self.batch_size is None and hasattr(batches, "__array__"):
             raise TypeError(
                 "`batches` must be an iterable of batches, or arrays of all examples "
@@ -269,6 +321,54 @@ class OverBatches(AbstractTransform):
         joined = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
         return self.finish(state, *leading, rows=joined)
 
+    def _to_store(self, store: AbstractStore, leading: tuple, examples: PyTree) -> Any:
+        """The rows of all batches, in a store that may have some of them already."""
+        assert self.batch_size is not None
+        batches = _Slices(examples, self.batch_size)
+        if len(batches) == 0:
+            raise ValueError("`batches` must have examples to store; got 0 rows.")
+        batch = self._moved(batches[0])
+        state = self.init(*leading, batch)
+        result = self._finished(state, leading)
+        leaves = jtu.tree_leaves(result)
+        rows = [x for x in leaves if isinstance(x, _Rows)]
+        if any(map(eqx.is_array, leaves)) or any(x.axis for x in rows):
+            raise ValueError(
+                "`store` is for results with a row for each example, along axis 0. "
+                f"{self.transform} has others: compute them without a `store`."
+            )
+        update = functools.partial(_applied, _with_rows)
+        call = self._transform, (*leading, *batch), self.weighted, state.passes, 0
+        program, (_, structs), _ = eqx.filter_make_jaxpr(update)(*call)
+        paths = {x.number: x.path for x in rows}
+        arrays = [
+            StoredArray(
+                paths[i],
+                (batches.total, *x.shape[1:]),
+                (self.batch_size, *x.shape[1:]),
+                x.dtype,
+                kind="map",
+            )
+            for i, x in enumerate(structs)
+        ]
+        parts = {"transform": self.transform, "arguments": leading}
+        record = lambda: fingerprint(parts, [program])
+        with contextlib.closing(store.begin(arrays, record, True)) as writer:
+            indices = [x.indices() for x in arrays]
+            chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
+            sources = lambda chunk: digest(batches[chunk.index[0]])
+            missing = {x.index[0] for x in writer.missing(chunks, sources)}
+            num, done = len(batches), len(batches) - len(missing)
+            with metered(self.progress, num, done) as step, pipeline(step) as submit:
+                for number in sorted(missing):
+                    with _about(number):
+                        batch = batches[number]
+                        state, new = self.update(state, *leading, batch)
+                    for x in new:
+                        x.copy_to_host_async()
+                    submit(_written, writer, number, new, batch)
+            return self.finish(state, *leading, rows=writer.finish())
+
     @property
     def _transform(self) -> AbstractTransform:
         transform: Any = self.transform
@@ -281,11 +381,9 @@ class OverBatches(AbstractTransform):
 
     def _each(self, batches: Any) -> Iterator[tuple]:
         """The batches, on the device."""
-        if self.batch_size is None:
-            num = operator.length_hint(batches) or None
-        else:
-            batches, num = _slices(batches, self.batch_size)
-        iterator = iter(batches)
+        if self.batch_size is not None:
+            batches = _Slices(batches, self.batch_size)
+        num, iterator = operator.length_hint(batches) or None, iter(batches)
         with metered(self.progress, num, 0) as step:
             for i in itertools.count():
                 with _about(i):
@@ -340,15 +438,34 @@ def _fetched(rows: list[Array]) -> list[np.ndarray]:
     return multihost_utils.process_allgather(rows, tiled=True)
 
 
-def _slices(examples: PyTree, size: int) -> tuple[Iterator[PyTree], int]:
-    """The rows of all examples, so many at a time, and the number of such batches."""
-    leaves, treedef = jtu.tree_flatten(examples)
-    total = leaves[0].shape[0]
-    for x in leaves:
-        check_equal("The number of rows of each array", x.shape[0], total)
-    starts = range(0, total, size)
-    cut = lambda start: [x[start : start + size] for x in leaves]
-    return (treedef.unflatten(cut(start)) for start in starts), len(starts)
+class _Slices(Sequence):
+    """The rows of all examples, so many at a time."""
+
+    def __init__(self, examples: PyTree, size: int):
+        self._leaves, self._treedef = jtu.tree_flatten(examples)
+        self.total, self._size = self._leaves[0].shape[0], size
+        for x in self._leaves:
+            check_equal("The number of rows of each array", x.shape[0], self.total)
+
+    def __len__(self) -> int:
+        return -(-self.total // self._size)
+
+    def __getitem__(self, index: Any) -> PyTree:
+        if index >= len(self):
+            raise IndexError(index)
+        rows = slice(index * self._size, (index + 1) * self._size)
+        return self._treedef.unflatten([np.asarray(x[rows]) for x in self._leaves])
+
+
+def _written(
+    writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
+) -> list[int]:
+    """Writes the rows of a batch."""
+    source = digest(batch)
+    for i, x in enumerate(rows):
+        x = np.asarray(x)
+        writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
+    return [0]
 
 
 def _struct(x: Any) -> Any:
@@ -425,23 +542,36 @@ def _begun(transform: AbstractTransform, args: tuple, is_weighted: bool) -> list
 
 @functools.partial(compiled, donate="all-except-first")
 def _updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
-    select = lambda _, passes: (passes.after, passes.rows)
-    return _applied(select, *call[:-1], before, call[-1])
+    return _applied(_with_rows, *call[:-1], before, call[-1])
+
+
+def _with_rows(_: Any, passes: Passes) -> tuple[list[Pass], list[Array]]:
+    """The passes with a batch, and its rows along axis 0."""
+    return passes.after, [jnp.moveaxis(x, axis, 0) for x, _, axis in passes.rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Stands for the rows of all batches: those of a path in the output, by number."""
+
+    number: int
+    path: str
+    axis: int
 
 
 @compiled
 def _finished(
-    transform: AbstractTransform,
-    leading: tuple,
-    state: StreamState,
-    is_weighted: bool,
-    rows: list[Array],
+    transform: AbstractTransform, leading: tuple, state: StreamState, is_weighted: bool
 ) -> Any:
     # Of the batch, only the types matter.
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x
     args = (*leading, *jtu.tree_map(zeros, state.batch))
-    select = lambda result, _: result
-    return _applied(select, transform, args, is_weighted, state.passes, None, rows)
+
+    def select(result: PyTree, passes: Passes) -> PyTree:
+        places = {id(x[0]): _Rows(i, *x[1:]) for i, x in enumerate(passes.rows)}
+        return jtu.tree_map(lambda x: places.get(id(x), x), result)
+
+    return _applied(select, transform, args, is_weighted, state.passes)
 
 
 over_batches = also_decorator("over_batches", OverBatches)

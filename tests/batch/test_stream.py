@@ -320,6 +320,51 @@ def test_on_a_mesh(kind, name, net):
     assert_same(jax.device_get(got), jax.device_get(expected), 1e-11)
 
 
+class Counted:
+    """Rows on disk that count how often they are read, and may fail."""
+
+    def __init__(self, rows, fails=None):
+        self.rows, self.fails, self.read = rows, fails, []
+        self.shape = rows.shape
+
+    def __getitem__(self, index):
+        if index.start == self.fails:
+            raise OSError("a disk")
+        self.read.append(index.start)
+        return self.rows[index]
+
+
+@pytest.mark.versions
+def test_rows_go_to_disk(net, tmp_path):
+    def features(net, x):
+        return {"out": net(x), "norm": jnp.sum(x**2)}
+
+    transform, log = filter_micro_vmap(features, in_axes=(None, 0)), []
+    expected = transform(net, X)
+    stored = functools.partial(over_batches, transform, batch_size=2)
+    run = stored(store=tmp_path / "rows", progress=Steps(log))
+    with pytest.raises(OSError, match="a disk") as info:
+        run(net, Counted(X, fails=8))
+    assert "batch 4" in info.value.__notes__[-1]
+    got = run(net, Counted(X))
+    # The rows of stored chunks are compared, but not computed again.
+    num, done, _, left = log
+    assert num == 6
+    assert 2 <= done <= 4
+    assert 2 <= left <= 4
+    assert got["out"].chunks == (2, 2)
+    got = jax.tree.map(np.asarray, got)
+    assert_same(got, expected)
+    assert eqx.tree_equal(got, stored(store="host")(net, X))
+
+    changed = np.where(np.arange(NUM)[:, None] == 5, 1.0, X)
+    got = run(net, Counted(changed))
+    assert log[4:] == [6, 1]
+    assert_same(np.asarray(got["norm"]), transform(net, changed)["norm"])
+    with pytest.raises(ValueError, match="has another map than this one"):
+        run(jax.tree.map(jnp.zeros_like, net), Counted(X))
+
+
 def test_nan(net):
     x = np.where(np.arange(NUM)[:, None] == 5, np.nan, X)
     got = over_batches(TRANSFORMS["map"])(net, batches(x, Y))

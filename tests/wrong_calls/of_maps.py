@@ -349,7 +349,7 @@ STREAMS = [
         "over_batches",
         lambda: rows(()),
         ValueError,
-        "`batches` must have a batch; got an empty tuple",
+        "`batches` must have a batch; got .*, which is empty",
     ),
     Case(
         "over_batches",
@@ -389,7 +389,7 @@ STREAMS = [
     ),
     Case(
         "over_batches",
-        lambda: eqxbatch.over_batches(eqxbatch.filter_hessian(loss))(w, [x]),
+        lambda: eqxbatch.over_batches(eqxbatch.filter_hessian(jnp.sum))(w, [()]),
         TypeError,
         "takes a transform that accumulates.*Give it a batch axis with `in_axes`",
     ),
@@ -402,6 +402,32 @@ STREAMS = [
         )(w, iter([x])),
         ValueError,
         "takes 2 passes over all batches, but `batches` is an iterator",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), store="host"),
+        ValueError,
+        "`store` needs a `batch_size`, the number of rows that are stored together",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="device"),
+        ValueError,
+        "`store` must be 'host', a path on disk, or a store; got 'device'",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(
+            vmap(accumulator=eqxbatch.Mean()), batch_size=2, store="host"
+        )(x),
+        ValueError,
+        "`store` is for results with a row for each example, along axis 0",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="host")(x[:0]),
+        ValueError,
+        "`batches` must have examples to store; got 0 rows",
     ),
     Case(
         "StreamState",
