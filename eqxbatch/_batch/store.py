@@ -458,10 +458,6 @@ class ZarrWriter(AbstractWriter):
         ]
         self.run = uuid.uuid4().hex
         self.seals: list[set[str]] = []
-        for name in self.names:
-            files = sorted((path / name / _PLACES).glob("*"))
-            lines = [file.read_text(errors="replace").split() for file in files]
-            self.seals.append({line for words in lines for line in words})
 
     def lock(self, *, clean: bool) -> None:
         """Tells other runs that this one writes, until it is closed or killed.
@@ -561,6 +557,11 @@ class ZarrWriter(AbstractWriter):
     def missing(
         self, chunks: list[Chunk], source: Source = lambda _: ""
     ) -> list[Chunk]:
+        self.seals = []
+        for name in self.names:
+            files = sorted((self.path / name / _PLACES).glob("*"))
+            lines = [file.read_text(errors="replace").split() for file in files]
+            self.seals.append({line for words in lines for line in words})
         missing = [chunk for chunk in chunks if not self._has(chunk, source)]
         needed = sum(map(self._bytes, missing))
         free = shutil.disk_usage(self.path).free

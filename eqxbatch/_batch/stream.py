@@ -353,20 +353,28 @@ class OverBatches(AbstractTransform):
         ]
         parts = {"transform": self.transform, "arguments": leading}
         record = lambda: fingerprint(parts, [program])
+        indices = [x.indices() for x in arrays]
+        chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
+        sources = lambda chunk: digest(batches[chunk.index[0]])
+        rank, num = jax.process_index(), jax.process_count()
         with contextlib.closing(store.begin(arrays, record, True)) as writer:
-            indices = [x.indices() for x in arrays]
-            chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
-            sources = lambda chunk: digest(batches[chunk.index[0]])
-            missing = {x.index[0] for x in writer.missing(chunks, sources)}
-            num, done = len(batches), len(batches) - len(missing)
-            with metered(self.progress, num, done) as step, pipeline(step) as submit:
-                for number in sorted(missing):
-                    with _about(number):
-                        batch = batches[number]
-                        state, new = self.update(state, *leading, batch)
-                    for x in new:
-                        x.copy_to_host_async()
-                    submit(_written, writer, number, new, batch)
+            # In the end, each process does what others have not done.
+            for is_own in (True, False):
+                share = [x for x in chunks if (x.index[0] % num == rank) == is_own]
+                missing = sorted({x.index[0] for x in writer.missing(share, sources)})
+                total = len({x.index[0] for x in share})
+                meter = self.progress if is_own else None
+                with (
+                    metered(meter, total, total - len(missing)) as step,
+                    pipeline(step) as submit,
+                ):
+                    for number in missing:
+                        with _about(number):
+                            batch = batches[number]
+                            state, new = self.update(state, *leading, batch)
+                        for x in new:
+                            x.copy_to_host_async()
+                        submit(_written, writer, number, new, batch)
             return self.finish(state, *leading, rows=writer.finish())
 
     @property

@@ -365,6 +365,19 @@ def test_rows_go_to_disk(net, tmp_path):
         run(jax.tree.map(jnp.zeros_like, net), Counted(X))
 
 
+def test_processes_share_what_goes_to_disk(tmp_path, monkeypatch):
+    log = []
+    run = over_batches(
+        filter_micro_vmap(jnp.sin), batch_size=2, store=tmp_path, progress=Steps(log)
+    )
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for rank in (1, 0):
+        monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+        assert_same(np.asarray(run(X)), np.sin(X))
+    # The first one has done what the other one did not.
+    assert log == [3, 3, 3, 0]
+
+
 def test_nan(net):
     x = np.where(np.arange(NUM)[:, None] == 5, np.nan, X)
     got = over_batches(TRANSFORMS["map"])(net, batches(x, Y))
