@@ -123,6 +123,9 @@ class OverBatches(AbstractTransform):
     `torch.utils.data.DataLoader` is such an iterable. Full batches share one compiled
     program, and each other size has another.
 
+    Accumulators of your own get the numbers of all microbatches and examples before, as
+    `block.index` and `block.start`, and `blocks` of the first batch, which `continues`.
+
     Results with a row for each example, such as norms, are joined in host memory, as
     NumPy arrays, unless there is a `store`.
 
