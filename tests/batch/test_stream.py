@@ -178,7 +178,10 @@ def test_equals_one_batch(name, sizes, net):
     transform, num = {**TRANSFORMS, **MORE}[name], sum(sizes)
     x, y = (np.resize(a, (num, *a.shape[1:])) for a in (X, Y))
     got = over_batches(transform)(net, [*batches(x, y, sizes=sizes)])
-    assert_same(got, transform(net, x, y), tol=1e-11)
+    expected = transform(net, x, y)
+    if name == "corrected":  # Eigenvectors have any sign.
+        got, expected = (jax.tree.map(abs, part) for part in (got, expected))
+    assert_same(got, expected, tol=1e-11)
 
 
 @pytest.mark.matrix
@@ -433,7 +436,8 @@ TOGETHER = """
         shares = [half[4 * rank : 4 * rank + 4] for half in (x[:8], x[8:])]
         got = jax.tree.leaves(over_batches(gradient, sharding=sharding)(w, shares))
         for a, b in zip(got, expected, strict=True):
-            a = np.asarray(a.addressable_shards[0].data)
+            if isinstance(a, jax.Array):
+                a = a.addressable_shards[0].data
             np.testing.assert_allclose(a, b, rtol=1e-5)
 """
 
