@@ -36,7 +36,8 @@ from .store import (
     Chunk,
     digest,
     fingerprint,
-    pipeline,
+    IN_FLIGHT,
+    in_threads,
     Store,
     StoredArray,
 )
@@ -359,6 +360,17 @@ class OverBatches(AbstractTransform):
         indices = [x.indices() for x in arrays]
         chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
         sources = lambda chunk: digest(batches[chunk.index[0]])
+
+        def computed(writer: AbstractWriter, numbers: list[int]) -> Iterator[tuple]:
+            nonlocal state
+            for number in numbers:
+                with _about(number):
+                    batch = batches[number]
+                    state, rows = self.update(state, *leading, batch)
+                for x in rows:
+                    x.copy_to_host_async()
+                yield writer, number, rows, batch
+
         rank, num = jax.process_index(), jax.process_count()
         with contextlib.closing(store.begin(arrays, record, True)) as writer:
             # In the end, each process does what others have not done.
@@ -367,17 +379,13 @@ class OverBatches(AbstractTransform):
                 missing = sorted({x.index[0] for x in writer.missing(share, sources)})
                 total = len({x.index[0] for x in share})
                 meter = self.progress if is_own else None
+                writes = in_threads(_written, computed(writer, missing), IN_FLIGHT)
                 with (
                     metered(meter, total, total - len(missing)) as step,
-                    pipeline(step) as submit,
+                    contextlib.closing(writes),
                 ):
-                    for number in missing:
-                        with _about(number):
-                            batch = batches[number]
-                            state, new = self.update(state, *leading, batch)
-                        for x in new:
-                            x.copy_to_host_async()
-                        submit(_written, writer, number, new, batch)
+                    for _ in writes:
+                        step(0)
             return self.finish(state, *leading, rows=writer.finish())
 
     @property
@@ -470,13 +478,12 @@ class _Slices(Sequence):
 
 def _written(
     writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
-) -> list[int]:
+) -> None:
     """Writes the rows of a batch."""
     source = digest(batch)
     for i, x in enumerate(rows):
         x = np.asarray(x)
         writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
-    return [0]
 
 
 def _struct(x: Any) -> Any:
