@@ -48,6 +48,9 @@ from ..flags import COMPILE_FAST
 from ..helpers import assert_same, KINDS, make_mesh, thinned
 
 
+pytestmark = pytest.mark.usefixtures("x64")
+
+
 NUM = 11
 RNG = np.random.default_rng(0)
 X, Y = RNG.standard_normal((NUM, 3)), RNG.integers(0, 2, NUM)
@@ -61,12 +64,6 @@ class Net(eqx.Module):
 
     def __call__(self, x):
         return self.outer @ jnp.tanh(self.inner @ x)
-
-
-@pytest.fixture(autouse=True)
-def _wide():
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture
@@ -215,6 +212,7 @@ def test_float32_keeps_its_digits():
     assert_same(got, np.asarray(x.sum(dtype=float)).astype(np.float32), tol=1e-7)
 
 
+@pytest.mark.versions
 def test_steps_and_scan(net):
     """A run that is saved and resumed after each batch has the same bits."""
     transform = TRANSFORMS["gradient"]
@@ -314,6 +312,7 @@ def test_a_loader_may_use_its_memory_again(net):
     assert total == 190 * 100_000
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(("kind", "name"), thinned(KINDS, ("gradient", "monte carlo")))
 def test_on_a_mesh(kind, name, net):
     sharding = NamedSharding(make_mesh(kind), P("data"))
