@@ -415,6 +415,11 @@ class _Total(eqx.Module):
         weight, lost_weight = plus(self.weight, self.lost[1], value.weight)
         return _Total(total, weight, self.dtype, (lost, lost_weight))
 
+    def whole(self) -> "_Total":
+        """The same, with each sum in one number."""
+        total, weight = map(complete, (self.total, self.weight), self.lost)
+        return _Total(total, weight, self.dtype)
+
     def before(self, num: int) -> "_Total":
         """The state before the first of `num` microbatches, from zeros."""
         lost = nothing_lost(self.total, num), nothing_lost(self.weight, num)

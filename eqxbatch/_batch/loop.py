@@ -134,9 +134,12 @@ class OutputAccumulator(eqx.Module):
 
     def init(self, value: PyTree, blocks: Blocks) -> Any:
         """The state before the first microbatch; `value` has structs."""
-        if self.before is not None:
+        if self.before is not None and not isinstance(
+            self.accumulator, AbstractSummary
+        ):
             return self.before
-        blocks = dataclasses.replace(blocks, continues=self.continues)
+        begins = self.continues and self.before is None
+        blocks = dataclasses.replace(blocks, continues=begins)
         with self.named():
             return self._checked("init", self.accumulator.init(value, blocks))
 
@@ -147,6 +150,16 @@ class OutputAccumulator(eqx.Module):
             index, start = index + block.index, start + block.start
             block = dataclasses.replace(block, index=index, start=start, total=None)
         return self._checked("update", self.accumulator.update(state, value, block))
+
+    def after(self, state: Any) -> Any:
+        """The state with those of the batches before.
+
+        Summaries are added up once for each batch, because this takes more time than to
+        add one microbatch: their sums keep what rounding takes from them.
+        """
+        if isinstance(self.accumulator, AbstractSummary):
+            return self.before.plus(state.whole())
+        return state
 
     def finalize(self, state: Any) -> Any:
         """The result; or the state, if more batches come."""

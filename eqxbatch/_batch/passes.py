@@ -109,6 +109,11 @@ class Passes:
         For what is joined, the states are the results of this batch.
         """
         pass_ = self.after[self.number]
+        if self.before is not None:
+            states = [
+                x if not s.continues else s.after(x) if self.runs else s.before
+                for s, x in safe_zip(slots, states)
+            ]
         if self.before is None or self.runs:
             kept = [x if s.continues else None for s, x in safe_zip(slots, states)]
             pass_ = dataclasses.replace(pass_, states=kept)
