@@ -25,13 +25,15 @@ class Pass(eqx.Module):
 
     - `states`: those of the accumulators; None for results that are joined.
     - `num_examples`, `num_microbatches`: how many it has seen.
-    - `example`: the types of the batched arrays of one example.
+    - `example`, `axes`: the types of the batched arrays of one example, and the batch
+        axes of these.
     """
 
     states: list
     num_examples: Int[Array, ""]
     num_microbatches: Int[Array, ""]
     example: tuple = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
 
 
 @dataclasses.dataclass
@@ -85,7 +87,7 @@ class Passes:
         none = [None] * len(slots)
         zero = jnp.zeros((), jnp.int32)
         if self.before is None:
-            self.after.append(Pass(none, zero, zero, example))
+            self.after.append(Pass(none, zero, zero, example, tuple(axes)))
             pass_ = self.after[-1]
         else:
             pass_ = self.before[self.number]

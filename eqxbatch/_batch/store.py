@@ -306,7 +306,8 @@ class ZarrStore(AbstractStore):
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
         for x in arrays:
-            if np.dtype(x.dtype).kind not in "biufc":
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if is_key or np.dtype(x.dtype).kind not in "biufc":
                 raise TypeError(
                     f"zarr has no arrays of dtype {x.dtype}, which the function of the "
                     f"{x.kind} returns in output{x.path}. Cast it, to float32 for "
@@ -505,7 +506,7 @@ class ZarrWriter(AbstractWriter):
             ]
             if different:
                 raise ValueError(
-                    f"`path` has metadata that are not those of its kernel: in "
+                    f"`path` has metadata of other arrays: in "
                     f"{place / _METADATA}, {different} differ. {_KEPT}"
                 )
             arrays.append(array)

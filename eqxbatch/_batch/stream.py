@@ -243,13 +243,33 @@ class OverBatches(AbstractTransform):
                 f"`over_batches` takes a transform that accumulates over a batch, and "
                 f"{self.transform} does not. Give it a batch axis with `in_axes`."
             )
+        self._check_axes(passes[0].axes, sum(map(is_struct, leaves)) - self.weighted)
         return StreamState(passes, treedef, tuple(leaves))
+
+    def _check_axes(self, axes: tuple[int, ...], num: int) -> None:
+        if len(axes) < num:
+            raise ValueError(
+                f"Each array of a batch must have a batch axis, but `in_axes` of "
+                f"{self.transform} gives one to {len(axes)} of {num}. Pass what all "
+                "examples share before the batches, or hold it in the model."
+            )
+        if self.batch_size is not None and any(axes):
+            raise ValueError(
+                "`batch_size` reads rows along axis 0, so that all batch axes must be "
+                f"0; got {axes}. Leave `batch_size` out, and yield batches."
+            )
 
     def update(
         self, state: StreamState, *args: Any, number: int = 0
     ) -> tuple[StreamState, list[Array]]:
         """The state with one more batch, the last argument, and its rows."""
-        check_types({"state": state}, {"state": StreamState}, always=True)
+        _check_state(state)
+        num = len(state.passes)
+        if number not in range(num):
+            raise ValueError(
+                f"`number` must be that of a pass, and {self.transform} takes {num}: "
+                f"from 0 to {num - 1}; got {number}."
+            )
         *leading, batch = args
         batch = self._moved(batch)
         form = [_kind(x) for x in jtu.tree_leaves(batch)]
@@ -266,7 +286,12 @@ class OverBatches(AbstractTransform):
 
     def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
         """The result for all batches."""
-        check_types({"state": state}, {"state": StreamState}, always=True)
+        _check_state(state)
+        counts = [x.num_examples for x in state.passes]
+        if not any(isinstance(x, Tracer) for x in counts):
+            numbers = [*map(int, counts)]
+            what = "The number of examples in each pass over all batches"
+            check_equal(what, numbers, [numbers[0]] * len(numbers))
         result, rows = self._finished(state, leading), [*rows]
 
         def place(x: Any) -> Any:
@@ -289,7 +314,9 @@ class OverBatches(AbstractTransform):
         *leading, batches = args
         if self.store is not None:
             return self._to_store(self.store, tuple(leading), batches)
-        if self.batch_size is None and hasattr(batches, "__array__"):
+        has = functools.partial(hasattr, batches)
+        is_iterable = (has("__iter__") or has("__getitem__")) and not has("__array__")
+        if self.batch_size is None and not is_iterable:
             raise TypeError(
                 "`batches` must be an iterable of batches, or arrays of all examples "
                 f"with a `batch_size`; got {described(batches)} without one."
@@ -306,7 +333,7 @@ class OverBatches(AbstractTransform):
             if state is None:
                 with _about(0):
                     state = self.init(*leading, batch)
-            if len(state.passes) > 1 and iter(batches) is batches:
+            if len(state.passes) > 1 and isinstance(batches, Iterator):
                 raise ValueError(
                     f"{self.transform} takes {len(state.passes)} passes over all "
                     "batches, but `batches` is an iterator, which has one. Pass a "
@@ -322,12 +349,17 @@ class OverBatches(AbstractTransform):
                 rows.append(_fetched(new))
                 index += 1
             number += 1
-        joined = [np.concatenate(parts) for parts in zip(*rows, strict=True)]
+        joined = [*map(_joined, zip(*rows, strict=True))]
         return self.finish(state, *leading, rows=joined)
 
     def _to_store(self, store: AbstractStore, leading: tuple, examples: PyTree) -> Any:
         """The rows of all batches, in a store that may have some of them already."""
         assert self.batch_size is not None
+        if any(isinstance(x, Tracer) for x in jtu.tree_leaves((leading, examples))):
+            raise TypeError(
+                "Rows are stored by a loop in Python, which cannot be within `jax.jit` "
+                "or the like. Call it outside of them."
+            )
         batches = _Slices(examples, self.batch_size)
         if len(batches) == 0:
             raise ValueError("`batches` must have examples to store; got 0 rows.")
@@ -336,7 +368,8 @@ class OverBatches(AbstractTransform):
         result = self._finished(state, leading)
         leaves = jtu.tree_leaves(result)
         rows = [x for x in leaves if isinstance(x, _Rows)]
-        if any(map(eqx.is_array, leaves)) or any(x.axis for x in rows):
+        is_other = any(map(eqx.is_array, leaves)) or any(x.axis for x in rows)
+        if is_other or not rows:
             raise ValueError(
                 "`store` is for results with a row for each example, along axis 0. "
                 f"{self.transform} has others: compute them without a `store`."
@@ -349,7 +382,7 @@ class OverBatches(AbstractTransform):
             StoredArray(
                 paths[i],
                 (batches.total, *x.shape[1:]),
-                (self.batch_size, *x.shape[1:]),
+                (self.batch_size, *(max(1, size) for size in x.shape[1:])),
                 x.dtype,
                 kind="map",
             )
@@ -450,8 +483,30 @@ def _fitting(sharding: Sharding, x: Any) -> Sharding:
     return sharding
 
 
-def _fetched(rows: list[Array]) -> list[np.ndarray]:
+def _check_state(state: Any) -> None:
+    check_types({"state": state}, {"state": StreamState}, always=True)
+    arrays = [x for x in jtu.tree_leaves(state) if isinstance(x, jax.Array)]
+    if any(x.is_deleted() for x in arrays if not isinstance(x, Tracer)):
+        raise ValueError(
+            "`state` has no arrays any more: `update` reuses its memory. Go on with "
+            "the state that `update` returned, or copy it before."
+        )
+
+
+def _is_on_device(x: Array) -> bool:
+    """Whether NumPy has no such array."""
+    return isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    is_numpy = all(isinstance(x, np.ndarray) for x in parts)
+    return (np if is_numpy else jnp).concatenate(parts)
+
+
+def _fetched(rows: list[Array]) -> list[Any]:
     """Rows of all processes, in host memory."""
+    if any(map(_is_on_device, rows)):
+        return [x if _is_on_device(x) else _fetched([x])[0] for x in rows]
     if all(x.is_fully_addressable for x in rows):
         return jax.device_get(rows)
     return multihost_utils.process_allgather(rows, tiled=True)
@@ -462,6 +517,11 @@ class _Slices(Sequence):
 
     def __init__(self, examples: PyTree, size: int):
         self._leaves, self._treedef = jtu.tree_flatten(examples)
+        others = [x for x in self._leaves if not getattr(x, "shape", ())]
+        if others or not self._leaves:
+            got = described([*others, examples][0])
+            message = "`batches` must be arrays of rows, because `batch_size` is given"
+            raise TypeError(f"{message}; got {got}.")
         self.total, self._size = self._leaves[0].shape[0], size
         for x in self._leaves:
             check_equal("The number of rows of each array", x.shape[0], self.total)
@@ -473,7 +533,8 @@ class _Slices(Sequence):
         if index >= len(self):
             raise IndexError(index)
         rows = slice(index * self._size, (index + 1) * self._size)
-        return self._treedef.unflatten([np.asarray(x[rows]) for x in self._leaves])
+        cut = lambda x: x[rows] if isinstance(x, jax.Array) else np.asarray(x[rows])
+        return self._treedef.unflatten([*map(cut, self._leaves)])
 
 
 def _written(

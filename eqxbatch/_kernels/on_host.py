@@ -520,6 +520,11 @@ def open_kernel(path: str | os.PathLike) -> Any:
             f"version of eqxbatch reads {FORMAT}: {folder}. Open it with "
             f"{record.get('package')}, which has stored it."
         )
+    if "grid" not in record:
+        raise ValueError(
+            f"`path` has rows that `over_batches` stored, and no kernel: {folder}. "
+            "Open it with `zarr.open_group`."
+        )
     numbers, upper_only = record["grid"], record["upper_only"]
     totals, sizes = (tuple(numbers.pop(name)) for name in ("totals", "sizes"))
     grid = Grid(totals, sizes, **numbers)

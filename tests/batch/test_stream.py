@@ -387,6 +387,33 @@ def test_nan(net):
     assert np.isnan(got["mean"]).all()
 
 
+def test_passes_see_the_same_examples(net):
+    class Shorter:
+        num = 3
+
+        def __iter__(self):
+            self.num -= 1
+            return iter([(X, Y)] * self.num)
+
+    stream = over_batches(TRANSFORMS["corrected"])
+    with pytest.raises(ValueError, match=r"examples in each pass.* got \[22, 11\]"):
+        stream(net, Shorter())
+
+
+def test_rows_that_numpy_has_not():
+    def row(x):
+        return {"key": jr.key(x), "x": x, "none": jnp.zeros(0)}
+
+    stream = over_batches(filter_micro_vmap(row))
+    expected = jax.vmap(row)(Y)
+    assert_same(
+        jax.tree.map(jr.key_data, stream([Y[:4], Y[4:]])["key"]),
+        jr.key_data(expected["key"]),
+    )
+    square = over_batches(filter_micro_vmap(jnp.square))
+    assert_same(jax.jit(square)([X[:4], X[4:]]), X**2)
+
+
 def failing():
     yield X, Y
     yield X, Y

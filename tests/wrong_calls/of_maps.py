@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 import eqxbatch
@@ -332,6 +333,14 @@ GRADIENTS += [
 
 
 rows = eqxbatch.over_batches(vmap())
+
+
+def used(stream):
+    state = stream.init(x)
+    stream.update(state, x)
+    return state
+
+
 STREAMS = [
     Case(
         "over_batches",
@@ -428,6 +437,44 @@ STREAMS = [
         lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="host")(x[:0]),
         ValueError,
         "`batches` must have examples to store; got 0 rows",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(in_axes=1), batch_size=2)(x),
+        ValueError,
+        "`batch_size` reads rows along axis 0, so that all batch axes must be 0; got",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(
+            eqxbatch.filter_micro_vmap(jnp.multiply, in_axes=(0, None))
+        )([(x, w)]),
+        ValueError,
+        "Each array of a batch must have a batch axis, but .* gives one to 1 of 2",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2)([1.0, 2.0]),
+        TypeError,
+        "`batches` must be arrays of rows, because `batch_size` is given; got 1.0",
+    ),
+    Case(
+        "over_batches",
+        lambda: jax.jit(eqxbatch.over_batches(vmap(), batch_size=2, store="host"))(x),
+        TypeError,
+        "Rows are stored by a loop in Python, which cannot be within `jax.jit`",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.update(rows.init(x), x, number=1),
+        ValueError,
+        "`number` must be that of a pass, .* takes 1: from 0 to 0; got 1",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.update(used(rows), x),
+        ValueError,
+        "`state` has no arrays any more: `update` reuses its memory",
     ),
     Case(
         "StreamState",
