@@ -24,7 +24,7 @@ from .._base.checks import check_at_least, check_equal, check_types
 from .._base.jaxprs import compiled
 from .._base.mesh import is_explicit, names_of
 from .._base.trees import described, difference, is_struct, shown
-from .accumulators import AbstractTotal
+from .accumulators import AbstractAccumulator, AbstractTotal, Concat
 from .loop import canonicalise, is_accumulator
 from .memory import resolved
 from .passes import of_passes, Pass, Passes
@@ -100,7 +100,8 @@ class OverBatches(AbstractTransform):
         batch axis. Each batch is cut into microbatches as the transform says.
     - `weighted`: whether the last entry of each batch is no argument, but the weights
         of its examples: numbers, or bools for a mask. They are the `weights` of each
-        [`eqxbatch.Sum`][] and [`eqxbatch.Mean`][] of the transform.
+        [`eqxbatch.Sum`][] and [`eqxbatch.Mean`][] of the transform, which must have no
+        other accumulators. Rows, such as norms, are those of all examples.
     - `batch_size`: if given, `batches` are all examples: arrays, or what is indexed
         like them, such as `numpy.memmap`, `zarr.Array` or an HDF5 data set. So many
         rows at a time are read along axis 0.
@@ -200,15 +201,20 @@ class OverBatches(AbstractTransform):
                 "together, and a store without `upper_only`; got "
                 f"`batch_size={size}` and {store}."
             )
-        if self.weighted and not _totals(transform):
+        reductions = _reductions(transform)
+        others = [x for x in reductions if not isinstance(x, AbstractTotal)]
+        if self.weighted and (others or not reductions):
             raise ValueError(
                 "`weighted=True` gives weights to each `Sum` and `Mean` of the "
-                f"transform, but {transform} has none. Leave it out."
+                f"transform, but {transform} has {others or 'none'}. Leave it out."
             )
+        has_weights = lambda x: getattr(x, "weights", None) is not None
         of_batch = {
             "num_real_microbatches": getattr(transform, "num_real_microbatches", None),
             "clip_norm": _first(getattr(transform, "clip_norm", None), np.ndim),
-            "weights": _first(_totals(transform), lambda x: x.weights is not None),
+            "weights": _first(
+                reductions, lambda x: getattr(x, "weights", None) is not None
+            ),
         }
         for name, value in of_batch.items():
             if value is not None:
@@ -569,11 +575,11 @@ def _first(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
 _ACCUMULATORS = ("accumulator", "value_accumulator", "aux_accumulator")
 
 
-def _totals(transform: AbstractTransform) -> list[AbstractTotal]:
-    """The accumulators of a transform that can have weights."""
+def _reductions(transform: AbstractTransform) -> list[AbstractAccumulator]:
+    """The accumulators of a transform that do not join rows."""
     trees = [getattr(transform, name, None) for name in _ACCUMULATORS]
     leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
-    return [x for x in leaves if isinstance(x, AbstractTotal)]
+    return [x for x in leaves if x is not None and not isinstance(x, Concat)]
 
 
 def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform:

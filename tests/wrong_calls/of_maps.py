@@ -386,6 +386,12 @@ STREAMS = [
     ),
     Case(
         "over_batches",
+        lambda: eqxbatch.over_batches(vmap(accumulator=eqxbatch.Max()), weighted=True),
+        ValueError,
+        r"`weighted=True` gives weights to each `Sum` and `Mean`.* has \[Max\(\)\]",
+    ),
+    Case(
+        "over_batches",
         lambda: eqxbatch.over_batches(vmap(), batch_size=0),
         ValueError,
         "`batch_size` must be at least 1; got 0",
