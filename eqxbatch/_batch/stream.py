@@ -212,9 +212,7 @@ class OverBatches(AbstractTransform):
         of_batch = {
             "num_real_microbatches": getattr(transform, "num_real_microbatches", None),
             "clip_norm": _first(getattr(transform, "clip_norm", None), np.ndim),
-            "weights": _first(
-                reductions, lambda x: getattr(x, "weights", None) is not None
-            ),
+            "weights": _first(reductions, has_weights),
         }
         for name, value in of_batch.items():
             if value is not None:
