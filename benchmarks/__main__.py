@@ -26,6 +26,7 @@ from . import (
     price,
     solve,
     steps,
+    streams,
 )
 
 
@@ -44,6 +45,7 @@ SUITES = (
     monte_carlo,
     batch_kernel,
     solve,
+    streams,
     costs,
     first_call,
     first_screen,

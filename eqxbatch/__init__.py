@@ -21,7 +21,12 @@ from ._batch.accumulators import (
 from ._batch.batch import Block as Block, Blocks as Blocks
 from ._batch.derivative import parameters as parameters
 from ._batch.memory import MemoryBudget as MemoryBudget
+from ._batch.progress import (
+    AbstractProgressMeter as AbstractProgressMeter,
+    TqdmProgressMeter as TqdmProgressMeter,
+)
 from ._batch.store import HostStore as HostStore, ZarrStore as ZarrStore
+from ._batch.stream import over_batches as over_batches
 from ._check.explain import explain_sites as explain_sites
 from ._curvature.columns import filter_jacobian as filter_jacobian
 from ._curvature.curvature_matrices import (
@@ -46,10 +51,6 @@ from ._gradients.micro_grad import (
 )
 from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
 from ._kernels.on_host import open_kernel as open_kernel
-from ._kernels.progress import (
-    AbstractProgressMeter as AbstractProgressMeter,
-    TqdmProgressMeter as TqdmProgressMeter,
-)
 from ._kernels.reductions import (
     AbstractReduction as AbstractReduction,
     FrobeniusNorm as FrobeniusNorm,

@@ -1,6 +1,7 @@
 """What functions of this package return: for annotations and `isinstance`."""
 
 from ._batch.accumulators import MeanAndVariance as MeanAndVariance
+from ._batch.stream import StreamState as StreamState
 from ._curvature.directional import TaylorExpansion as TaylorExpansion
 from ._curvature.kfac import KroneckerFactors as KroneckerFactors
 from ._curvature.pytree import Unravel as Unravel

@@ -415,6 +415,11 @@ class _Total(eqx.Module):
         weight, lost_weight = plus(self.weight, self.lost[1], value.weight)
         return _Total(total, weight, self.dtype, (lost, lost_weight))
 
+    def whole(self) -> "_Total":
+        """The same, with each sum in one number."""
+        total, weight = map(complete, (self.total, self.weight), self.lost)
+        return _Total(total, weight, self.dtype)
+
     def before(self, num: int) -> "_Total":
         """The state before the first of `num` microbatches, from zeros."""
         lost = nothing_lost(self.total, num), nothing_lost(self.weight, num)
@@ -489,7 +494,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
         if not isinstance(value, _SUMMARIES):
             struct = jax.eval_shape(lambda value: self.whole(value, block), value)
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
-        return zeros.before(blocks.num)
+        return zeros.before(_most(blocks))
 
     def update(
         self, state: _Summary, value: _Summary | _Value, block: Block
@@ -888,6 +893,11 @@ def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
 _MANY = 128
 
 
+def _most(blocks: Blocks) -> int:
+    """The largest number of microbatches that results may come from."""
+    return _MANY + 1 if blocks.continues else blocks.num
+
+
 def nothing_lost(total: Any, num: int) -> Array | None:
     """What rounding took from a sum so far, or None if it is not kept.
 
@@ -988,7 +998,8 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         # Not even in half precision do sums overflow.
         total = widened(jnp.zeros(value.log_total.shape, value.log_total.dtype))
         shift = jnp.full_like(total.real, -jnp.inf)
-        return _Exponentials(shift, total, nothing_lost(total, blocks.num), value.dtype)
+        lost = nothing_lost(total, _most(blocks))
+        return _Exponentials(shift, total, lost, value.dtype)
 
     def update(
         self,

@@ -325,12 +325,16 @@ class Blocks(eqx.Module):
 
     `num` is the number of all microbatches, and `num_full` of those with `size`
     examples.
+
+    If the batch `continues`, as in [`eqxbatch.over_batches`][], other batches follow,
+    which can be cut in another way.
     """
 
     total: int = eqx.field(static=True)
     size: int = eqx.field(static=True)
     parts: int = eqx.field(static=True, default=1)
     overlaps: bool = eqx.field(static=True, default=False)
+    continues: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         for name in ("size", "parts"):

@@ -54,6 +54,7 @@ from .batch import (
     remainder_block,
     split_parts,
 )
+from .passes import current_passes, of_passes, Passes
 
 
 if TYPE_CHECKING:
@@ -107,6 +108,10 @@ class OutputAccumulator(eqx.Module):
     combines them into the sub-PyTree that the accumulator sees. `per_example` says
     whether these arrays have one result for each example, along axis 0, and `in_state`
     whether the array is in an `equinox.nn.State`.
+
+    If the batch is one of several, the slot `continues` from the state `before`, or
+    begins if that is None, and returns the state in place of the result. `offset` has
+    the numbers of microbatches and examples before.
     """
 
     accumulator: AbstractAccumulator
@@ -115,6 +120,9 @@ class OutputAccumulator(eqx.Module):
     path: str = eqx.field(static=True)
     per_example: bool = eqx.field(static=True, default=False)
     in_state: bool = eqx.field(static=True, default=False)
+    continues: bool = eqx.field(static=True, default=False)
+    before: Any = None
+    offset: tuple[Any, Any] = (0, 0)
 
     def value(self, arrays: list, block: Block) -> PyTree[Array]:
         """The value of a microbatch, from all arrays of its output."""
@@ -126,12 +134,36 @@ class OutputAccumulator(eqx.Module):
 
     def init(self, value: PyTree, blocks: Blocks) -> Any:
         """The state before the first microbatch; `value` has structs."""
+        if self.before is not None and not isinstance(
+            self.accumulator, AbstractSummary
+        ):
+            return self.before
+        begins = self.continues and self.before is None
+        blocks = dataclasses.replace(blocks, continues=begins)
         with self.named():
             return self._checked("init", self.accumulator.init(value, blocks))
 
     def update(self, state: Any, value: PyTree, block: Block) -> Any:
         """The state after one more microbatch."""
+        if self.continues and not self.is_known:
+            index, start = self.offset
+            index, start = index + block.index, start + block.start
+            block = dataclasses.replace(block, index=index, start=start, total=None)
         return self._checked("update", self.accumulator.update(state, value, block))
+
+    def after(self, state: Any) -> Any:
+        """The state with those of the batches before.
+
+        Summaries are added up once for each batch, because this takes more time than to
+        add one microbatch: their sums keep what rounding takes from them.
+        """
+        if isinstance(self.accumulator, AbstractSummary):
+            return self.before.plus(state.whole())
+        return state
+
+    def finalize(self, state: Any) -> Any:
+        """The result; or the state, if more batches come."""
+        return state if self.continues else self.accumulator.finalize(state)
 
     @property
     def is_known(self) -> bool:
@@ -163,6 +195,8 @@ class OutputAccumulator(eqx.Module):
         """
         is_state = self.in_state and isinstance(self.accumulator, Mean)
         if not isinstance(self.accumulator, (Concat, Last)) and not is_state:
+            return False
+        if self.continues:
             return False
         (index,) = self.indices
         return getattr(outs[index], "weak_type", False)
@@ -381,9 +415,25 @@ def run_blocks(
 
     **Returns:**
 
-    The output, in which each array is replaced by the result of its accumulator.
+    The output, in which each array is replaced by the result of its accumulator. If the
+    batch is one of several, this is one of the `Passes` over them.
     """
+    passes = current_passes()
+    with of_passes(None):  # Loops within `fun` are no passes.
+        run = functools.partial(_run_blocks, passes=passes)
+        return run(fun, arrays, axes, blocks, make_slots, limit, checkpoint)
 
+
+def _run_blocks(
+    fun: MicrobatchFunction,
+    arrays: list,
+    axes: tuple[int, ...],
+    blocks: Blocks,
+    make_slots: Callable[[PyTree, Any], Slots],
+    limit: Any,
+    checkpoint: bool,
+    passes: Passes | None,
+) -> PyTree:
     def structs(size: int) -> tuple[list, int, jax.ShapeDtypeStruct | None]:
         pairs = safe_zip(arrays, axes)
         rows = [block_struct(x, axis, size) for x, axis in pairs]
@@ -396,7 +446,8 @@ def run_blocks(
         output, aux = eqx.combine(struct, static)
         return jaxpr, output, aux
 
-    if blocks.num_full == blocks.num == 1 and limit is None and not checkpoint:
+    is_one = blocks.num_full == blocks.num == 1
+    if is_one and limit is None and not checkpoint and passes is None:
         return _at_once(fun, arrays, blocks, make_slots)
     full, output, aux = trace(blocks.size)
     if blocks.overlaps and len(full.effects) > len(axis_names(full.jaxpr)):
@@ -417,6 +468,9 @@ def run_blocks(
         evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
         outs = jax.eval_shape(evaluate, array_structs(structs(blocks.size)))
 
+    if passes is not None:
+        begun = passes.begun(slots.slots, arrays, axes)
+        slots = dataclasses.replace(slots, slots=begun)
     run = _Run(
         arrays=arrays,
         full_consts=list(full.consts),
@@ -430,13 +484,17 @@ def run_blocks(
         blocks=blocks,
         checkpoint=checkpoint,
     )
+    if passes is not None and not passes.runs:
+        results = run.initial_states(run.value_structs)
     # JAX would call a derivative rule again after these axis names are unbound.
-    if any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr)):
+    elif any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr)):
         # The loop whose transpose is efficient, differentiated or not.
         are_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
         results = dataclasses.replace(run, differentiated=are_inexact).results()
     else:
         results = _loop(run)
+    if passes is not None:
+        results = passes.ended(slots.slots, results, blocks)
     return slots.combine(results)
 
 
@@ -581,12 +639,17 @@ class _Run(eqx.Module):
         # One step needs no loop, and XLA optimises code outside of loops better.
         return self.num_steps > 1
 
-    def results(self) -> list[PyTree]:
+    @property
+    def value_structs(self) -> list[PyTree]:
+        """The types of the values of a full microbatch."""
         first = full_block(self.blocks, 0)
-        values = jax.eval_shape(
+        return jax.eval_shape(
             lambda outs: [slot.value(outs, first) for slot in self.slots],
             self.outs,
         )
+
+    def results(self) -> list[PyTree]:
+        values = self.value_structs
         states = self.initial_states(values)
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
@@ -602,7 +665,7 @@ class _Run(eqx.Module):
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
             if is_collected
-            else slot.accumulator.finalize(state)
+            else slot.finalize(state)
             for i, (slot, value, state, is_collected) in enumerate(
                 safe_zip(self.slots, values, states, self.collected)
             )
@@ -748,7 +811,7 @@ class _Run(eqx.Module):
             if is_collected:
                 new_states.append(None)
                 continue
-            new = slot.accumulator.update(state, value, block)
+            new = slot.update(state, value, block)
             # Values of microbatches past the limit are zero, and `Concat` writes these:
             # selecting between arrays would cost a copy.
             if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
@@ -903,4 +966,5 @@ def accumulated(
     blocks = Blocks(rows.total, max(1, min(size, rows.total)))
     run = lambda arrays, size, _: (fun(arrays, size), None)
     slots = lambda output, _: match_accumulators(accumulator, output)
-    return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
+    with of_passes(None):
+        return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)

@@ -27,7 +27,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
-from .._base.checks import checked
+from .._base.checks import check_types, checked
 from .._base.primitives import constants, inner_programs, parameters, programs_in
 from .._base.trees import import_extra, log, safe_zip
 
@@ -45,6 +45,7 @@ class StoredArray(NamedTuple):
     - `path`: where it is in the output of the function.
     - `sizes`: the shape of a chunk; the last ones may be smaller.
     - `upper_only`: whether chunks below the diagonal of the first two axes are omitted.
+    - `kind`: what the arrays are called.
     """
 
     path: str
@@ -52,6 +53,7 @@ class StoredArray(NamedTuple):
     sizes: tuple[int, ...]
     dtype: Any
     upper_only: bool = False
+    kind: str = "kernel"
 
     def indices(self) -> list[tuple[int, ...]]:
         """The positions of all chunks."""
@@ -67,18 +69,24 @@ class StoredArray(NamedTuple):
         return tuple(slice(x, min(x + size, total)) for x, size, total in pairs)
 
 
+# A digest of what a chunk is made of, if that is not part of the fingerprint.
+Source = Callable[[Chunk], str]
+
+
 class AbstractWriter(abc.ABC):
     """Writes the chunks of some arrays."""
 
     @abc.abstractmethod
-    def missing(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Those of some chunks that are not stored, or not intact.
+    def missing(
+        self, chunks: list[Chunk], source: Source = lambda _: ""
+    ) -> list[Chunk]:
+        """Those of some chunks that are not stored, not intact, or of another source.
 
         Raises `OSError` if there is not enough space for them.
         """
 
     @abc.abstractmethod
-    def write(self, chunk: Chunk, values: np.ndarray) -> None:
+    def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
         """Writes a chunk. Several threads may call it for different chunks."""
 
     @abc.abstractmethod
@@ -154,10 +162,14 @@ class _HostWriter(AbstractWriter):
         self.stored = arrays
         self.arrays = [np.zeros(x.shape, x.dtype) for x in arrays]
 
-    def missing(self, chunks: list[Chunk]) -> list[Chunk]:
+    def missing(
+        self, chunks: list[Chunk], source: Source = lambda _: ""
+    ) -> list[Chunk]:
+        del source
         return chunks
 
-    def write(self, chunk: Chunk, values: np.ndarray) -> None:
+    def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
+        del source
         place = self.stored[chunk.array].place(chunk.index)
         self.arrays[chunk.array][place] = values
 
@@ -294,23 +306,26 @@ class ZarrStore(AbstractStore):
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
         for x in arrays:
-            if np.dtype(x.dtype).kind not in "biufc":
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if is_key or np.dtype(x.dtype).kind not in "biufc":
                 raise TypeError(
-                    f"zarr has no arrays of dtype {x.dtype}, which `kernel_fn` "
-                    f"returns in output{x.path}. Cast it, to float32 for instance."
+                    f"zarr has no arrays of dtype {x.dtype}, which the function of the "
+                    f"{x.kind} returns in output{x.path}. Cast it, to float32 for "
+                    "instance."
                 )
         settings = {"upper_only": self.upper_only, "version": self.version}
         expected = {**fingerprint(), **settings}
         if expected["callbacks"] and self.version is None:
             raise ValueError(
-                f"The kernel calls functions on the host, by {expected['callbacks']}, "
+                f"The {arrays[0].kind} calls functions on the host, by "
+                f"{expected['callbacks']}, "
                 "whose results a fingerprint cannot contain. Pass "
                 "`ZarrStore(..., version='1')`, and another `version` when they change."
             )
         path = pathlib.Path(self.path)
         if is_first:
             _make_group(zarr, path, expected)
-        what = "has another kernel than this one"
+        what = f"has another {arrays[0].kind} than this one"
         check_record("path", path, read_record(path), expected, what)
         if is_first:
             group = _opened(zarr.open_group, path, mode="r+")
@@ -326,7 +341,7 @@ class ZarrStore(AbstractStore):
 def names_of(arrays: Sequence[StoredArray]) -> list[str]:
     """The names of the arrays, which are names of folders."""
     if len(arrays) == 1:
-        return ["kernel"]
+        return [arrays[0].kind]
     names: list[str] = []
     for x in arrays:
         name = re.sub(r"\W+", "_", x.path).strip("_") or "kernel"
@@ -406,9 +421,9 @@ def _make_array(group: Any, name: str, array: StoredArray) -> Any:
     )
 
 
-def _seal(chunk: Chunk, values: np.ndarray) -> str:
-    """A digest of the entries of a chunk and of its place."""
-    seal = hashlib.blake2b(f"{chunk.index}".encode(), digest_size=16)
+def _seal(chunk: Chunk, values: np.ndarray, source: str) -> str:
+    """A digest of the entries of a chunk, of its place, and of its source."""
+    seal = hashlib.blake2b(f"{chunk.index}{source}".encode(), digest_size=16)
     add_array(seal, values)
     return seal.hexdigest()
 
@@ -444,10 +459,6 @@ class ZarrWriter(AbstractWriter):
         ]
         self.run = uuid.uuid4().hex
         self.seals: list[set[str]] = []
-        for name in self.names:
-            files = sorted((path / name / _PLACES).glob("*"))
-            lines = [file.read_text(errors="replace").split() for file in files]
-            self.seals.append({line for words in lines for line in words})
 
     def lock(self, *, clean: bool) -> None:
         """Tells other runs that this one writes, until it is closed or killed.
@@ -495,7 +506,7 @@ class ZarrWriter(AbstractWriter):
             ]
             if different:
                 raise ValueError(
-                    f"`path` has metadata that are not those of its kernel: in "
+                    f"`path` has metadata of other arrays: in "
                     f"{place / _METADATA}, {different} differ. {_KEPT}"
                 )
             arrays.append(array)
@@ -512,12 +523,13 @@ class ZarrWriter(AbstractWriter):
             return None
         return size == self._bytes(chunk) + _CHECKSUM
 
-    def _has(self, chunk: Chunk) -> bool:
+    def _has(self, chunk: Chunk, source: Source) -> bool:
         """Whether a chunk is intact. One that is damaged is removed."""
         has_size = self._has_size(chunk)
         values = self._read(chunk) if has_size else None
         if values is not None:
-            return _seal(chunk, values) in self.seals[chunk.array]
+            seal = _seal(chunk, values, source(chunk))
+            return seal in self.seals[chunk.array]
         if has_size is not None:
             self._file(chunk).unlink(missing_ok=True)
         return False
@@ -543,24 +555,32 @@ class ZarrWriter(AbstractWriter):
         array = self.arrays[chunk.array]
         return math.prod(array.chunks) * array.dtype.itemsize
 
-    def missing(self, chunks: list[Chunk]) -> list[Chunk]:
-        missing = [chunk for chunk in chunks if not self._has(chunk)]
+    def missing(
+        self, chunks: list[Chunk], source: Source = lambda _: ""
+    ) -> list[Chunk]:
+        self.seals = []
+        for name in self.names:
+            files = sorted((self.path / name / _PLACES).glob("*"))
+            lines = [file.read_text(errors="replace").split() for file in files]
+            self.seals.append({line for words in lines for line in words})
+        missing = [chunk for chunk in chunks if not self._has(chunk, source)]
         needed = sum(map(self._bytes, missing))
         free = shutil.disk_usage(self.path).free
         if needed > free:
             raise OSError(
                 errno.ENOSPC,
-                f"The disk of `path` has {free:,} bytes left, and the kernel needs "
+                f"The disk of `path` has {free:,} bytes left, and the "
+                f"{self.stored[0].kind} needs "
                 f"{needed:,}",
                 str(self.path),
             )
         return missing
 
-    def write(self, chunk: Chunk, values: np.ndarray) -> None:
+    def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
         places = self.path / self.names[chunk.array] / _PLACES
         places.mkdir(parents=True, exist_ok=True)
         with (places / self.run).open("a") as file:
-            file.write(f"{_seal(chunk, values)}\n")
+            file.write(f"{_seal(chunk, values, source)}\n")
         self.arrays[chunk.array][self._place(chunk)] = values
 
     def damaged(self) -> list[pathlib.Path]:
@@ -583,6 +603,29 @@ class ZarrWriter(AbstractWriter):
                 str(damaged[0]),
             )
         return self.open("r")
+
+
+# What users pass for a store.
+Store = AbstractStore | str | os.PathLike
+
+
+# What is a mistake rather than the name of a folder.
+_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
+
+
+def as_store(store: Store) -> AbstractStore | Literal["device"]:
+    """The store that `store` stands for; a path is that of a `ZarrStore`."""
+    check_types({"store": store}, {"store": Store}, always=True)
+    if isinstance(store, AbstractStore):
+        return store
+    if store == "device":
+        return "device"
+    if store in _NO_PATHS:
+        raise ValueError(
+            f"`store` must be 'device', 'host', a path on disk, or a store; got "
+            f"{store!r}. Write './{store}' for a folder of this name."
+        )
+    return HostStore() if store == "host" else ZarrStore(store)
 
 
 # The version of the format, so that later versions recognise earlier ones.

@@ -43,6 +43,7 @@ from .accumulators import Last
 from .batch import Batch, Blocks
 from .loop import MicrobatchFunction, run_blocks, Slots
 from .memory import as_microbatch_size, resolve_size, resolved, Size
+from .passes import current_passes, of_passes
 
 
 P = ParamSpec("P")
@@ -130,7 +131,8 @@ class AbstractTransform(eqx.Module):
             def run(operands: tuple) -> Any:
                 transform, *call = operands
                 sized = dataclasses.replace(transform, **{name: size}, **settings)
-                return sized.apply(*call)
+                with of_passes(None):
+                    return sized.apply(*call)
 
             return run
 
@@ -274,7 +276,9 @@ class AbstractEarlyStop(AbstractMicrobatched):
 
     def num_examples(self, blocks: Blocks) -> int | Array:
         """The number of examples that run."""
-        count = _as_index(self.num_real_microbatches)
+        passes, count = current_passes(), _as_index(self.num_real_microbatches)
+        if passes is not None:
+            return passes.num_examples
         if count is None:
             return blocks.total
         return jnp.minimum(count * blocks.size, blocks.total)
@@ -397,14 +401,27 @@ def run_compiled(transform: AbstractTransform, /, *args: Any, **kwargs: Any) -> 
 # function and shapes are not retraced.
 @compiled
 def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) -> Any:
-    operands = on_one_mesh((transform, args, kwargs))
     apply = lambda transform, *call: transform.apply(*call)
+    with of_passes(None):
+        return on_their_mesh(apply, (transform, args, kwargs))
+
+
+def on_their_mesh(
+    fun: Callable[..., PyTree],
+    operands: tuple,
+    specs: Callable[..., PyTree] | None = None,
+) -> PyTree:
+    """A function of a transform, a call of it, and more, on the mesh of their arrays.
+
+    `specs` has the sharding of the results, by default that of the transform's.
+    """
+    operands = on_one_mesh(operands)
     with within_mesh(operands):
-        spread, *call = operands
-        if not isinstance(spread, AbstractAutoSharded):
-            return apply(*operands)
-        specs = functools.partial(spread.specs, *call)
-        return auto_sharded(apply, operands, (), specs)()
+        transform, *call = operands
+        if not isinstance(transform, AbstractAutoSharded):
+            return fun(*operands)
+        specs = functools.partial(specs or transform.specs, *call)
+        return auto_sharded(fun, operands, (), specs)()
 
 
 class Transform(

@@ -40,6 +40,7 @@ from .._base.trees import described, log, safe_zip, shown
 from .._batch.derivative import AbstractOverExamples, check_value, Loss
 from .._batch.loop import accumulated_sums
 from .._batch.memory import MemoryBudget
+from .._batch.passes import current_passes
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.gram import unless_cancelled
 from .._sites.trace import Program
@@ -222,8 +223,12 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
         batch, blocks = loss.batch, loss.blocks
         if self.key is None or blocks is None:
             return loss
-        # The numbers that the key of each example is made from.
-        keys = jr.key_data(jr.split(self._typed_key, blocks.total))
+        # The numbers that the key of each example is made from. By the numbers of the
+        # examples, keys do not depend on how many examples there are.
+        passes = current_passes()
+        start = 0 if passes is None else passes.start
+        numbers = start + jnp.arange(blocks.total, dtype=jnp.int32)
+        keys = jr.key_data(jax.vmap(jr.fold_in, (None, 0))(self._typed_key, numbers))
         batch = dataclasses.replace(
             batch,
             arrays=[*batch.arrays, keys],

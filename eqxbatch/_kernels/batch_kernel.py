@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, TypeVar
 
@@ -12,11 +11,12 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._base.checks import check_exclusive, check_types
+from .._base.checks import check_exclusive
 from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
-from .._batch.store import AbstractStore, HostStore, IN_FLIGHT, ZarrStore
+from .._batch.progress import AbstractProgressMeter, as_meter
+from .._batch.store import AbstractStore, as_store, IN_FLIGHT
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .engine import check_mesh, MeshAxis, on_device, on_mesh
 from .kernel import (
@@ -34,7 +34,6 @@ from .kernel import (
     sizes_of,
 )
 from .on_host import tile_program, to_store, with_progress
-from .progress import AbstractProgressMeter, TqdmProgressMeter
 
 
 _X1 = TypeVar("_X1", bound=Any)
@@ -44,41 +43,6 @@ _X2 = TypeVar("_X2")
 
 
 _Kernel = TypeVar("_Kernel", bound=AbstractBlockKernel)
-
-
-# What users pass for a store.
-Store = AbstractStore | str | os.PathLike
-
-
-# What is a mistake rather than the name of a folder.
-_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
-
-
-def as_store(store: Store) -> AbstractStore | Literal["device"]:
-    """The store that `store` stands for; a path is that of a `ZarrStore`."""
-    check_types({"store": store}, {"store": Store}, always=True)
-    if isinstance(store, AbstractStore):
-        return store
-    if store == "device":
-        return "device"
-    if store in _NO_PATHS:
-        raise ValueError(
-            f"`store` must be 'device', 'host', a path on disk, or a store; got "
-            f"{store!r}. Write './{store}' for a folder of this name."
-        )
-    return HostStore() if store == "host" else ZarrStore(store)
-
-
-# What users pass for a meter.
-Progress = AbstractProgressMeter | bool | None
-
-
-def as_meter(progress: Progress) -> AbstractProgressMeter | None:
-    """The meter that `progress` stands for."""
-    check_types({"progress": progress}, {"progress": Progress}, always=True)
-    if isinstance(progress, bool):
-        return TqdmProgressMeter() if progress else None
-    return progress
 
 
 def settings_of(module: Any, cls: type[eqx.Module]) -> dict[str, Any]:

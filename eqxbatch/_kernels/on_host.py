@@ -25,6 +25,7 @@ from .._base.jaxprs import compiled
 from .._base.mesh import within_mesh
 from .._base.trees import import_extra, safe_zip, shown
 from .._batch.loop import Rows
+from .._batch.progress import AbstractProgressMeter, metered
 from .._batch.store import (
     AbstractStore,
     AbstractWriter,
@@ -56,26 +57,6 @@ from .kernel import (
     Tile,
     TileMirror,
 )
-from .progress import AbstractProgressMeter
-
-
-@contextlib.contextmanager
-def metered(
-    meter: AbstractProgressMeter | None, num_tiles: int, num_done: int
-) -> Iterator[Callable[..., None]]:
-    """The step of a meter that is closed even if the loop raises an error."""
-    if meter is None:
-        yield lambda *_: None
-        return
-    states = [meter.start(num_tiles, num_done)]
-
-    def step(num_nans: Any, *residual: float) -> None:
-        states[0] = meter.step(states[0], int(num_nans), *residual)
-
-    try:
-        yield step
-    finally:
-        meter.close(states[0])
 
 
 def check_concrete(call: PyTree, what: str) -> None:
@@ -537,6 +518,11 @@ def open_kernel(path: str | os.PathLike) -> Any:
             f"`path` has a kernel in the format {record.get('format')}, and this "
             f"version of eqxbatch reads {FORMAT}: {folder}. Open it with "
             f"{record.get('package')}, which has stored it."
+        )
+    if "grid" not in record:
+        raise ValueError(
+            f"`path` has rows that `over_batches` stored, and no kernel: {folder}. "
+            "Open it with `zarr.open_group`."
         )
     numbers, upper_only = record["grid"], record["upper_only"]
     totals, sizes = (tuple(numbers.pop(name)) for name in ("totals", "sizes"))

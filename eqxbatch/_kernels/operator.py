@@ -23,16 +23,9 @@ from .._base.mesh import gathered, within_mesh
 from .._base.platforms import platform
 from .._base.trees import described, safe_zip
 from .._batch.batch import Block
-from .._batch.store import AbstractStore, in_threads
-from .batch_kernel import (
-    as_meter,
-    as_store,
-    BatchKernel,
-    computed,
-    on_one_device,
-    Progress,
-    Store,
-)
+from .._batch.progress import AbstractProgressMeter, as_meter, Progress
+from .._batch.store import AbstractStore, as_store, in_threads, Store
+from .batch_kernel import BatchKernel, computed, on_one_device
 from .engine import make_collectors, MeshAxis, run_tiles, Tiles
 from .kernel import (
     AbstractBlockKernel,
@@ -45,7 +38,6 @@ from .kernel import (
     TileMirror,
 )
 from .on_host import SymmetricArray
-from .progress import AbstractProgressMeter
 from .reductions import AbstractReduction, KernelProduct
 
 

@@ -21,10 +21,9 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_at_least, check_types, checked
 from .._base.trees import described, log
+from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
 from .._batch.store import check_record, digest, read_json
-from .batch_kernel import as_meter, Progress
-from .on_host import check_concrete, metered
-from .progress import AbstractProgressMeter
+from .on_host import check_concrete
 
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 import eqxbatch
@@ -328,6 +329,171 @@ GRADIENTS += [
         lambda: grad(transform=lambda g: (g, g > 0), clip_norm=1.0)(w, x),
         lambda: grad(transform=lambda g: {"a": g, "b": 3}, nan_safe=True)(w, x),
     )
+]
+
+
+rows = eqxbatch.over_batches(vmap())
+
+
+def used(stream):
+    state = stream.init(x)
+    stream.update(state, x)
+    return state
+
+
+STREAMS = [
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(jnp.sum),
+        TypeError,
+        "takes a transform that accumulates over a batch, such as",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows(x),
+        TypeError,
+        "`batches` must be an iterable of batches, or arrays .* with a `batch_size`",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows(()),
+        ValueError,
+        "`batches` must have a batch; got .*, which is empty",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(grad(accumulator=eqxbatch.Mean(weights=y))),
+        ValueError,
+        "The transform has `weights` for the examples of one batch.*weighted=True",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(grad(clip_norm=y)),
+        ValueError,
+        "The transform has `clip_norm` for the examples of one batch",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(num_real_microbatches=1)),
+        ValueError,
+        "The transform has `num_real_microbatches` for the examples of one batch",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), weighted=True),
+        ValueError,
+        "`weighted=True` gives weights to each `Sum` and `Mean`.* has none",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(accumulator=eqxbatch.Max()), weighted=True),
+        ValueError,
+        r"`weighted=True` gives weights to each `Sum` and `Mean`.* has \[Max\(\)\]",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=0),
+        ValueError,
+        "`batch_size` must be at least 1; got 0",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2)((x, y[1:])),
+        ValueError,
+        "The number of rows of each array must be 5; got 4",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(eqxbatch.filter_hessian(jnp.sum))(w, [()]),
+        TypeError,
+        "takes a transform that accumulates.*Give it a batch axis with `in_axes`",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(
+            eqxbatch.filter_kfac(
+                lambda w, x: w @ x, lambda out, x: out**2, corrected=True
+            )
+        )(w, iter([x])),
+        ValueError,
+        "takes 2 passes over all batches, but `batches` is an iterator",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), store="host"),
+        ValueError,
+        "`store` needs a `batch_size`, the number of rows that are stored together",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="device"),
+        ValueError,
+        "`store` must be 'host', a path on disk, or a store; got 'device'",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(
+            vmap(accumulator=eqxbatch.Mean()), batch_size=2, store="host"
+        )(x),
+        ValueError,
+        "`store` is for results with a row for each example, along axis 0",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="host")(x[:0]),
+        ValueError,
+        "`batches` must have examples to store; got 0 rows",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(in_axes=1), batch_size=2)(x),
+        ValueError,
+        "`batch_size` reads rows along axis 0, so that all batch axes must be 0; got",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(
+            eqxbatch.filter_micro_vmap(jnp.multiply, in_axes=(0, None))
+        )([(x, w)]),
+        ValueError,
+        "Each array of a batch must have a batch axis, but .* gives one to 1 of 2",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2)([1.0, 2.0]),
+        TypeError,
+        "`batches` must be arrays of rows, because `batch_size` is given; got 1.0",
+    ),
+    Case(
+        "over_batches",
+        lambda: jax.jit(eqxbatch.over_batches(vmap(), batch_size=2, store="host"))(x),
+        TypeError,
+        "Rows are stored by a loop in Python, which cannot be within `jax.jit`",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.update(rows.init(x), x, number=1),
+        ValueError,
+        "`number` must be that of a pass, .* takes 1: from 0 to 0; got 1",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.update(used(rows), x),
+        ValueError,
+        "`state` has no arrays any more: `update` reuses its memory",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.update(None, x),
+        TypeError,
+        "`state` must be StreamState; got None",
+    ),
+    Case(
+        "StreamState",
+        lambda: rows.finish(rows.init(x)),
+        ValueError,
+        "`rows` must have the rows of output: join what `update` returned",
+    ),
 ]
 
 

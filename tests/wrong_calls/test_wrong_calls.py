@@ -9,11 +9,11 @@ import eqxbatch
 from .first_mistakes import FIRST
 from .of_curvature import CURVATURE, SITES
 from .of_kernels import FUNCTIONS, MODELS
-from .of_maps import ACCUMULATORS, GRADIENTS, MAPS
+from .of_maps import ACCUMULATORS, GRADIENTS, MAPS, STREAMS
 
 
 CASES = [*MAPS, *GRADIENTS, *ACCUMULATORS, *CURVATURE, *SITES, *FUNCTIONS, *MODELS]
-CASES += FIRST
+CASES += [*STREAMS, *FIRST]
 
 
 def is_more_than_two():

@@ -1,11 +1,13 @@
 """Progress meters for long loops."""
 
 import abc
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 
-from .._base.checks import check_fields
+from .._base.checks import check_fields, check_types
 from .._base.trees import import_extra
 
 
@@ -40,12 +42,13 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
     """
 
     @abc.abstractmethod
-    def start(self, num_blocks: int, num_done: int) -> _State:
+    def start(self, num_blocks: int | None, num_done: int) -> _State:
         """Returns the state before the first block.
 
         **Arguments:**
 
-        - `num_blocks`: the total number of blocks; for a solver, its `max_steps`.
+        - `num_blocks`: the total number of blocks; for a solver, its `max_steps`; for
+            batches, their number, or None if they have no `len`.
         - `num_done`: the number of blocks or products that an earlier run has computed.
         """
 
@@ -98,7 +101,7 @@ class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
 
     __check_init__ = check_fields
 
-    def start(self, num_blocks: int, num_done: int) -> tuple[Any, int]:
+    def start(self, num_blocks: int | None, num_done: int) -> tuple[Any, int]:
         tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
         # Blocks of an earlier run do not count for the speed of this one.
         bar = tqdm(
@@ -119,3 +122,34 @@ class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
 
     def close(self, state: tuple[Any, int]) -> None:
         state[0].close()
+
+
+# What users pass for a meter.
+Progress = AbstractProgressMeter | bool | None
+
+
+def as_meter(progress: Progress) -> AbstractProgressMeter | None:
+    """The meter that `progress` stands for."""
+    check_types({"progress": progress}, {"progress": Progress}, always=True)
+    if isinstance(progress, bool):
+        return TqdmProgressMeter() if progress else None
+    return progress
+
+
+@contextlib.contextmanager
+def metered(
+    meter: AbstractProgressMeter | None, num: int | None, num_done: int
+) -> Iterator[Callable[..., None]]:
+    """The step of a meter that is closed even if the loop raises an error."""
+    if meter is None:
+        yield lambda *_: None
+        return
+    states = [meter.start(num, num_done)]
+
+    def step(num_nans: Any, *residual: float) -> None:
+        states[0] = meter.step(states[0], int(num_nans), *residual)
+
+    try:
+        yield step
+    finally:
+        meter.close(states[0])

@@ -1,0 +1,660 @@
+"""`over_batches`: a transform of all examples of a loader, batch by batch."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, PyTree
+
+from .._base.checks import check_at_least, check_equal, check_types
+from .._base.jaxprs import compiled
+from .._base.mesh import is_explicit, names_of
+from .._base.trees import described, difference, is_struct, shown
+from .accumulators import AbstractAccumulator, AbstractTotal, Concat
+from .loop import canonicalise, is_accumulator
+from .memory import resolved
+from .passes import of_passes, Pass, Passes
+from .progress import AbstractProgressMeter, as_meter, metered
+from .store import (
+    AbstractStore,
+    AbstractWriter,
+    as_store,
+    Chunk,
+    digest,
+    fingerprint,
+    IN_FLIGHT,
+    in_threads,
+    Store,
+    StoredArray,
+)
+from .transform import (
+    AbstractMicrobatched,
+    AbstractTransform,
+    also_decorator,
+    on_their_mesh,
+)
+
+
+class StreamState(eqx.Module):
+    """What [`eqxbatch.over_batches`][] knows of the batches so far.
+
+    It is a PyTree of arrays, which can be saved with `equinox.tree_serialise_leaves`.
+
+    - `passes`: the passes over all batches: two for K-FAC with `corrected=True`, and
+        one for everything else. Each has `num_examples`, and the `states` of its
+        accumulators.
+    - `treedef`, `leaves`: the structure and the types of the first batch.
+    """
+
+    passes: list[Pass]
+    treedef: Any = eqx.field(static=True)
+    leaves: tuple = eqx.field(static=True)
+
+    @property
+    def batch(self) -> tuple:
+        """A batch with the types of the first one, with structs for its arrays."""
+        return jtu.tree_unflatten(self.treedef, self.leaves)
+
+
+def _as_store(store: Store | None) -> AbstractStore | None:
+    made = None if store is None else as_store(store)
+    if made == "device":
+        raise ValueError(
+            "`store` must be 'host', a path on disk, or a store; got 'device'. Leave "
+            "it out to join rows in host memory."
+        )
+    return made
+
+
+class OverBatches(AbstractTransform):
+    """Applies a transform to the examples of many batches, as if they were one batch.
+
+    `over_batches(transform)(model, batches)` equals `transform(model, *examples)` for
+    the concatenated examples, up to rounding, whatever the sizes of the batches. Means
+    are weighted by the number of examples, and random numbers belong to the number of
+    an example. The next batch is loaded, and moved to the device, while one is
+    computed, so that three batches are in memory at most.
+
+    **Arguments:**
+
+    - `transform`: what [`eqxbatch.filter_micro_vmap`][],
+        [`eqxbatch.filter_microbatch`][], [`eqxbatch.filter_micro_grad`][],
+        [`eqxbatch.filter_micro_value_and_grad`][], [`eqxbatch.filter_jacobian`][],
+        [`eqxbatch.filter_hessian`][], [`eqxbatch.filter_ggn`][],
+        [`eqxbatch.filter_kfac`][], [`eqxbatch.filter_hvp`][],
+        [`eqxbatch.filter_ggnvp`][], and their diagonals and blocks return, with a
+        batch axis. Each batch is cut into microbatches as the transform says.
+    - `weighted`: whether the last entry of each batch is no argument, but the weights
+        of its examples: numbers, or bools for a mask. They are the `weights` of each
+        [`eqxbatch.Sum`][] and [`eqxbatch.Mean`][] of the transform, which must have no
+        other accumulators. Rows, such as norms, are those of all examples.
+    - `batch_size`: if given, `batches` are all examples: arrays, or what is indexed
+        like them, such as `numpy.memmap`, `zarr.Array` or an HDF5 data set. So many
+        rows at a time are read along axis 0.
+    - `store`: where results with a row for each example are stored, with a
+        `batch_size`: a path on disk, or an [`eqxbatch.ZarrStore`][], for zarr arrays
+        with a chunk for each batch; or `"host"`. All results of the transform must be
+        such rows. To resume a run that was stopped or killed, call it again: it
+        computes the chunks that are missing, or whose rows were others.
+    - `sharding`: where batches are put, such as
+        `NamedSharding(mesh, PartitionSpec("data"))`. With several processes, each gives
+        its own rows of a batch. The default is the default device, and arrays of JAX
+        stay where they are.
+    - `progress`: True for a progress bar, or an [`eqxbatch.AbstractProgressMeter`][].
+
+    **Returns:**
+
+    A function of the arguments before the batch, such as the model, and of `batches`:
+    an iterable of the remaining arguments of the transform, which all have a batch
+    axis. A tuple or list is several arguments, and anything else a single one. Arrays
+    are those of JAX, NumPy, or any library with `__array__`, such as PyTorch: a
+    `torch.utils.data.DataLoader` is such an iterable. Full batches share one compiled
+    program, and each other size has another.
+
+    Accumulators of your own get the numbers of all microbatches and examples before, as
+    `block.index` and `block.start`, and `blocks` of the first batch, which `continues`.
+
+    Results with a row for each example, such as norms, are joined in host memory, as
+    NumPy arrays, unless there is a `store`.
+
+    It has three methods for a loop of your own, with the same arguments for the same
+    batch:
+
+    - `init(model, batch)` returns an [`eqxbatch.results.StreamState`][] before the
+        first batch. Only the types of `batch` matter.
+    - `update(state, model, batch, number=0)` returns `(state, rows)`: the state with
+        one more batch, and the results with a row for each of its examples, an empty
+        list if there are none. The memory of the old state is reused. `number` is the
+        number of the pass.
+    - `finish(state, model, rows=())` returns the result. `rows` is the list of all
+        rows, joined along axis 0.
+
+    **Raises:**
+
+    - `ValueError` if there are no batches, for a batch whose examples have other types
+        than those of the first one, for a transform that has `weights`, bounds for each
+        example, or `num_real_microbatches`, and for an iterator if it takes two passes.
+    - `TypeError` for what is no such transform.
+    - What a loader raises, with the number of the batch.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, numpy as np
+        >>> model = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+        >>> diagonal = eqxbatch.filter_ggn_diagonal(
+        ...     lambda model, x, label: model(x),
+        ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
+        ... )
+        >>> def batches():
+        ...     for size in (4, 4, 2):
+        ...         yield np.ones((size, 2), np.float32), np.zeros(size, np.int32)
+        >>> result = eqxbatch.over_batches(diagonal)(model, batches())
+        >>> result.weight.shape
+        (3, 2)
+
+        ```
+    """
+
+    transform: Callable
+    _: dataclasses.KW_ONLY
+    weighted: bool = False
+    batch_size: int | None = None
+    store: AbstractStore | None = eqx.field(default=None, converter=_as_store)
+    sharding: Sharding | None = eqx.field(static=True, default=None)
+    progress: AbstractProgressMeter | None = eqx.field(
+        static=True, converter=as_meter, default=None
+    )
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self).__call__)
+
+    def __check_init__(self) -> None:
+        transform: Any = self.transform
+        if not isinstance(transform, AbstractMicrobatched):
+            raise TypeError(
+                "`over_batches` takes a transform that accumulates over a batch, such "
+                "as `eqxbatch.filter_micro_grad(loss)` returns; got "
+                f"{described(transform)}."
+            )
+        if self.batch_size is not None:
+            check_at_least("batch_size", self.batch_size, 1)
+        store, size = self.store, self.batch_size
+        if store is not None and (size is None or store.upper_only):
+            raise ValueError(
+                "`store` needs a `batch_size`, the number of rows that are stored "
+                "together, and a store without `upper_only`; got "
+                f"`batch_size={size}` and {store}."
+            )
+        reductions = _reductions(transform)
+        others = [x for x in reductions if not isinstance(x, AbstractTotal)]
+        if self.weighted and (others or not reductions):
+            raise ValueError(
+                "`weighted=True` gives weights to each `Sum` and `Mean` of the "
+                f"transform, but {transform} has {others or 'none'}. Leave it out."
+            )
+        has_weights = lambda x: getattr(x, "weights", None) is not None
+        of_batch = {
+            "num_real_microbatches": getattr(transform, "num_real_microbatches", None),
+            "clip_norm": _first(getattr(transform, "clip_norm", None), np.ndim),
+            "weights": _first(reductions, has_weights),
+        }
+        for name, value in of_batch.items():
+            if value is not None:
+                raise ValueError(
+                    f"The transform has `{name}` for the examples of one batch, but "
+                    "`over_batches` has many. Leave it out. For weights, or a mask, "
+                    "pass `weighted=True`, and yield them last in each batch."
+                )
+
+    def __call__(self, /, *args: Any) -> Any:
+        return self.apply(args, {})
+
+    def init(self, *args: Any) -> StreamState:
+        """The state before the first batch, the last argument."""
+        *leading, batch = args
+        batch = self._moved(batch)
+        leaves, treedef = jtu.tree_flatten(jtu.tree_map(_struct, batch))
+        args = (*leading, *batch)
+        arrays = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
+        mesh = next((x.sharding.mesh for x in arrays if is_explicit(x)), None)
+        is_traced = any(isinstance(x, Tracer) for x in arrays)
+        # The program reads no array that would tell the devices.
+        around = (
+            contextlib.nullcontext()
+            if mesh is None or is_traced
+            else jax.set_mesh(mesh)
+        )
+        with around:
+            passes = _begun(self._transform, args, self.weighted)
+        if not passes:
+            raise TypeError(
+                f"`over_batches` takes a transform that accumulates over a batch, and "
+                f"{self.transform} does not. Give it a batch axis with `in_axes`."
+            )
+        self._check_axes(passes[0].axes, sum(map(is_struct, leaves)) - self.weighted)
+        return StreamState(passes, treedef, tuple(leaves))
+
+    def _check_axes(self, axes: tuple[int, ...], num: int) -> None:
+        if len(axes) < num:
+            raise ValueError(
+                f"Each array of a batch must have a batch axis, but `in_axes` of "
+                f"{self.transform} gives one to {len(axes)} of {num}. Pass what all "
+                "examples share before the batches, or hold it in the model."
+            )
+        if self.batch_size is not None and any(axes):
+            raise ValueError(
+                "`batch_size` reads rows along axis 0, so that all batch axes must be "
+                f"0; got {axes}. Leave `batch_size` out, and yield batches."
+            )
+
+    def update(
+        self, state: StreamState, *args: Any, number: int = 0
+    ) -> tuple[StreamState, list[Array]]:
+        """The state with one more batch, the last argument, and its rows."""
+        _check_state(state)
+        num = len(state.passes)
+        if number not in range(num):
+            raise ValueError(
+                f"`number` must be that of a pass, and {self.transform} takes {num}: "
+                f"from 0 to {num - 1}; got {number}."
+            )
+        *leading, batch = args
+        batch = self._moved(batch)
+        form = [_kind(x) for x in jtu.tree_leaves(batch)]
+        expected = [_kind(x) for x in jtu.tree_leaves(state.batch)]
+        if jtu.tree_structure(batch) != state.treedef or form != expected:
+            raise ValueError(
+                "All batches must have the structure, dtypes and weak types of the "
+                f"first one. {difference(state.batch, batch)} Their arrays are "
+                f"{', '.join(expected)}; got {', '.join(form)}."
+            )
+        call = self._transform, (*leading, *batch), self.weighted, number
+        passes, rows = _updated(call, state.passes)
+        return dataclasses.replace(state, passes=passes), rows
+
+    def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
+        """The result for all batches."""
+        _check_state(state)
+        counts = [x.num_examples for x in state.passes]
+        if not any(isinstance(x, Tracer) for x in counts):
+            numbers = [*map(int, counts)]
+            what = "The number of examples in each pass over all batches"
+            check_equal(what, numbers, [numbers[0]] * len(numbers))
+        result, rows = self._finished(state, leading), [*rows]
+
+        def place(x: Any) -> Any:
+            if not isinstance(x, _Rows):
+                return x
+            if len(rows) <= x.number:
+                raise ValueError(
+                    f"`rows` must have the rows of output{x.path}: join what `update` "
+                    "returned for all batches along axis 0."
+                )
+            array = rows[x.number]
+            return array if x.axis == 0 else np.moveaxis(np.asarray(array), 0, x.axis)
+
+        return jtu.tree_map(place, result)
+
+    def _finished(self, state: StreamState, leading: tuple) -> Any:
+        return _finished(self._transform, leading, state, self.weighted)
+
+    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        *leading, batches = args
+        if self.store is not None:
+            return self._to_store(self.store, tuple(leading), batches)
+        has = functools.partial(hasattr, batches)
+        is_iterable = (has("__iter__") or has("__getitem__")) and not has("__array__")
+        if self.batch_size is None and not is_iterable:
+            raise TypeError(
+                "`batches` must be an iterable of batches, or arrays of all examples "
+                f"with a `batch_size`; got {described(batches)} without one."
+            )
+        state, rows, number = None, [], 0
+        while state is None or number < len(state.passes):
+            upcoming = self._each(batches)
+            batch, index = next(upcoming, None), 0
+            if batch is None:
+                raise ValueError(
+                    f"`batches` must have a batch; got {described(batches)}, which is "
+                    "empty. A generator is, once it has run: make it anew."
+                )
+            if state is None:
+                with _about(0):
+                    state = self.init(*leading, batch)
+            if len(state.passes) > 1 and isinstance(batches, Iterator):
+                raise ValueError(
+                    f"{self.transform} takes {len(state.passes)} passes over all "
+                    "batches, but `batches` is an iterator, which has one. Pass a "
+                    "list, or a loader that can be iterated again."
+                )
+            while batch is not None:
+                with _about(index):
+                    state, new = self.update(state, *leading, batch, number=number)
+                # The next batch is loaded while this one is computed.
+                batch = next(upcoming, None)
+                with _about(index):
+                    jax.block_until_ready(state)
+                rows.append(_fetched(new))
+                index += 1
+            number += 1
+        joined = [*map(_joined, zip(*rows, strict=True))]
+        return self.finish(state, *leading, rows=joined)
+
+    def _to_store(self, store: AbstractStore, leading: tuple, examples: PyTree) -> Any:
+        """The rows of all batches, in a store that may have some of them already."""
+        assert self.batch_size is not None
+        if any(isinstance(x, Tracer) for x in jtu.tree_leaves((leading, examples))):
+            raise TypeError(
+                "Rows are stored by a loop in Python, which cannot be within `jax.jit` "
+                "or the like. Call it outside of them."
+            )
+        batches = _Slices(examples, self.batch_size)
+        if len(batches) == 0:
+            raise ValueError("`batches` must have examples to store; got 0 rows.")
+        batch = self._moved(batches[0])
+        state = self.init(*leading, batch)
+        result = self._finished(state, leading)
+        leaves = jtu.tree_leaves(result)
+        rows = [x for x in leaves if isinstance(x, _Rows)]
+        is_other = any(map(eqx.is_array, leaves)) or any(x.axis for x in rows)
+        if is_other or not rows:
+            raise ValueError(
+                "`store` is for results with a row for each example, along axis 0. "
+                f"{self.transform} has others: compute them without a `store`."
+            )
+        update = functools.partial(_applied, _with_rows)
+        call = self._transform, (*leading, *batch), self.weighted, state.passes, 0
+        program, (_, structs), _ = eqx.filter_make_jaxpr(update)(*call)
+        paths = {x.number: x.path for x in rows}
+        arrays = [
+            StoredArray(
+                paths[i],
+                (batches.total, *x.shape[1:]),
+                (self.batch_size, *(max(1, size) for size in x.shape[1:])),
+                x.dtype,
+                kind="map",
+            )
+            for i, x in enumerate(structs)
+        ]
+        parts = {"transform": self.transform, "arguments": leading}
+        record = lambda: fingerprint(parts, [program])
+        indices = [x.indices() for x in arrays]
+        chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
+        sources = lambda chunk: digest(batches[chunk.index[0]])
+
+        def computed(writer: AbstractWriter, numbers: list[int]) -> Iterator[tuple]:
+            nonlocal state
+            for number in numbers:
+                with _about(number):
+                    batch = batches[number]
+                    state, rows = self.update(state, *leading, batch)
+                for x in rows:
+                    x.copy_to_host_async()
+                yield writer, number, rows, batch
+
+        rank, num = jax.process_index(), jax.process_count()
+        with contextlib.closing(store.begin(arrays, record, True)) as writer:
+            # In the end, each process does what others have not done.
+            for is_own in (True, False):
+                share = [x for x in chunks if (x.index[0] % num == rank) == is_own]
+                missing = sorted({x.index[0] for x in writer.missing(share, sources)})
+                total = len({x.index[0] for x in share})
+                meter = self.progress if is_own else None
+                writes = in_threads(_written, computed(writer, missing), IN_FLIGHT)
+                with (
+                    metered(meter, total, total - len(missing)) as step,
+                    contextlib.closing(writes),
+                ):
+                    for _ in writes:
+                        step(0)
+            return self.finish(state, *leading, rows=writer.finish())
+
+    @property
+    def _transform(self) -> AbstractTransform:
+        transform: Any = self.transform
+        return resolved(transform)
+
+    def _moved(self, batch: Any) -> tuple:
+        """A batch as arguments, with its arrays on the device."""
+        batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        return jtu.tree_map(functools.partial(_put, self.sharding), batch)
+
+    def _each(self, batches: Any) -> Iterator[tuple]:
+        """The batches, on the device."""
+        if self.batch_size is not None:
+            batches = _Slices(batches, self.batch_size)
+        num, iterator = operator.length_hint(batches) or None, iter(batches)
+        with metered(self.progress, num, 0) as step:
+            for i in itertools.count():
+                with _about(i):
+                    batch = next(iterator, _END)
+                    batch = batch if batch is _END else self._moved(batch)
+                if batch is _END:
+                    return
+                yield batch
+                step(0)
+
+
+_END: Any = object()
+
+
+def _put(sharding: Sharding | None, x: Any) -> Any:
+    """An array on the devices; everything else as it is."""
+    if not hasattr(x, "__array__"):
+        return x
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        if sharding is not None:
+            whole = _fitting(sharding, x)
+            return jax.make_array_from_process_local_data(whole, x)
+        # A loader may use its memory for the next batch.
+        return jax.device_put(x, may_alias=False)
+    return x if sharding is None else jax.device_put(x, _fitting(sharding, x))
+
+
+@contextlib.contextmanager
+def _about(number: int) -> Iterator[None]:
+    """Names a batch in errors."""
+    try:
+        yield
+    except Exception as e:
+        e.add_note(f"This is about batch {number}, counted from 0.")
+        raise
+
+
+def _fitting(sharding: Sharding, x: Any) -> Sharding:
+    """A sharding, or all rows on each device if they cannot be shared equally."""
+    if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
+        names = names_of([*sharding.spec, None][0])
+        if x.shape[0] % math.prod(sharding.mesh.shape[name] for name in names):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _check_state(state: Any) -> None:
+    check_types({"state": state}, {"state": StreamState}, always=True)
+    arrays = [x for x in jtu.tree_leaves(state) if isinstance(x, jax.Array)]
+    if any(x.is_deleted() for x in arrays if not isinstance(x, Tracer)):
+        raise ValueError(
+            "`state` has no arrays any more: `update` reuses its memory. Go on with "
+            "the state that `update` returned, or copy it before."
+        )
+
+
+def _is_on_device(x: Array) -> bool:
+    """Whether NumPy has no such array."""
+    return isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    is_numpy = all(isinstance(x, np.ndarray) for x in parts)
+    return (np if is_numpy else jnp).concatenate(parts)
+
+
+def _fetched(rows: list[Array]) -> list[Any]:
+    """Rows of all processes, in host memory."""
+    if any(map(_is_on_device, rows)):
+        return [x if _is_on_device(x) else _fetched([x])[0] for x in rows]
+    if all(x.is_fully_addressable for x in rows):
+        return jax.device_get(rows)
+    return multihost_utils.process_allgather(rows, tiled=True)
+
+
+class _Slices(Sequence):
+    """The rows of all examples, so many at a time."""
+
+    def __init__(self, examples: PyTree, size: int):
+        self._leaves, self._treedef = jtu.tree_flatten(examples)
+        others = [x for x in self._leaves if not getattr(x, "shape", ())]
+        if others or not self._leaves:
+            got = described([*others, examples][0])
+            message = "`batches` must be arrays of rows, because `batch_size` is given"
+            raise TypeError(f"{message}; got {got}.")
+        self.total, self._size = self._leaves[0].shape[0], size
+        for x in self._leaves:
+            check_equal("The number of rows of each array", x.shape[0], self.total)
+
+    def __len__(self) -> int:
+        return -(-self.total // self._size)
+
+    def __getitem__(self, index: Any) -> PyTree:
+        if index >= len(self):
+            raise IndexError(index)
+        rows = slice(index * self._size, (index + 1) * self._size)
+        cut = lambda x: x[rows] if isinstance(x, jax.Array) else np.asarray(x[rows])
+        return self._treedef.unflatten([*map(cut, self._leaves)])
+
+
+def _written(
+    writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
+) -> None:
+    """Writes the rows of a batch."""
+    source = digest(batch)
+    for i, x in enumerate(rows):
+        x = np.asarray(x)
+        writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
+
+
+def _struct(x: Any) -> Any:
+    if not eqx.is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+
+
+def _kind(x: Any) -> str:
+    """What all batches have in common in a leaf."""
+    if not eqx.is_array(x) and not is_struct(x):
+        return shown(x)
+    is_weak = getattr(x, "weak_type", False)
+    return f"{'weak ' * is_weak}{x.dtype} with {x.ndim} axes"
+
+
+def _first(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
+    leaves = jtu.tree_leaves(tree, is_leaf=is_accumulator)
+    return next((x for x in leaves if x is not None and condition(x)), None)
+
+
+_ACCUMULATORS = ("accumulator", "value_accumulator", "aux_accumulator")
+
+
+def _reductions(transform: AbstractTransform) -> list[AbstractAccumulator]:
+    """The accumulators of a transform that do not join rows."""
+    trees = [getattr(transform, name, None) for name in _ACCUMULATORS]
+    leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
+    return [x for x in leaves if x is not None and not isinstance(x, Concat)]
+
+
+def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform:
+    """A transform with other weights of the examples."""
+
+    def replaced(accumulator: Any) -> Any:
+        accumulator = canonicalise(accumulator)
+        if isinstance(accumulator, AbstractTotal):
+            return dataclasses.replace(accumulator, weights=weights)
+        return accumulator
+
+    changes = {
+        name: jtu.tree_map(replaced, getattr(transform, name), is_leaf=is_accumulator)
+        for name in _ACCUMULATORS
+        if hasattr(transform, name)
+    }
+    return dataclasses.replace(transform, **changes)
+
+
+def _applied(
+    select: Callable[[Any, Passes], PyTree],
+    transform: AbstractTransform,
+    args: tuple,
+    is_weighted: bool,
+    *of_passes_: Any,
+) -> PyTree:
+    """What `select` returns for the result of a call, and its passes."""
+
+    def run(transform: AbstractTransform, args: tuple, *rest: Any) -> PyTree:
+        passes = Passes(*rest)
+        if is_weighted:
+            transform, args = _weighted(transform, args[-1]), args[:-1]
+        with of_passes(passes):
+            return select(transform.apply(args, {}), passes)
+
+    specs = lambda *_: PartitionSpec()
+    return on_their_mesh(run, (transform, args, *of_passes_), specs)
+
+
+@compiled
+def _begun(transform: AbstractTransform, args: tuple, is_weighted: bool) -> list[Pass]:
+    select = lambda _, passes: passes.after
+    return _applied(select, transform, args, is_weighted, None)
+
+
+@functools.partial(compiled, donate="all-except-first")
+def _updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
+    return _applied(_with_rows, *call[:-1], before, call[-1])
+
+
+def _with_rows(_: Any, passes: Passes) -> tuple[list[Pass], list[Array]]:
+    """The passes with a batch, and its rows along axis 0."""
+    return passes.after, [jnp.moveaxis(x, axis, 0) for x, _, axis in passes.rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Stands for the rows of all batches: those of a path in the output, by number."""
+
+    number: int
+    path: str
+    axis: int
+
+
+@compiled
+def _finished(
+    transform: AbstractTransform, leading: tuple, state: StreamState, is_weighted: bool
+) -> Any:
+    # Of the batch, only the types matter.
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x
+    args = (*leading, *jtu.tree_map(zeros, state.batch))
+
+    def select(result: PyTree, passes: Passes) -> PyTree:
+        places = {id(x[0]): _Rows(i, *x[1:]) for i, x in enumerate(passes.rows)}
+        return jtu.tree_map(lambda x: places.get(id(x), x), result)
+
+    return _applied(select, transform, args, is_weighted, state.passes)
+
+
+over_batches = also_decorator("over_batches", OverBatches)
