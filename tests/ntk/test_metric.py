@@ -159,6 +159,44 @@ def test_factored_metrics_keep_factors():
     assert all(x.values is None for x in products)
 
 
+class Lookup(eqx.Module):
+    """An embedding, which drops tokens that it does not have, and a weight twice."""
+
+    table: eqx.nn.Embedding
+    tied: jax.Array
+
+    def __init__(self, key):
+        keys = jr.split(key, 2)
+        self.table = drawn(eqx.nn.Embedding, 6, 4, key=keys[0])
+        self.tied = normal(keys[1], (OUTPUTS, 4), float)
+
+    def __call__(self, tokens):
+        table = self.table.weight.at[tokens].get(mode="fill", fill_value=0)
+        hidden = jnp.tanh(self.tied @ table.T)
+        return jnp.sum(self.tied @ jnp.tanh(self.tied.T @ hidden), 1)
+
+
+@float64
+def test_tokens_and_both_roles_of_a_weight_keep_factors():
+    # The smaller side is multiplied by the whole metric.
+    model, x = Lookup(jr.key(0)), integers(jr.key(2), (7, 5), 8)
+    jac = np.asarray(jacobians(model, x))
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4))
+    metric = call(model, x).operator(damping=0.1, factored=True).inverse()
+    kernel = EmpiricalNTK(model, metric=metric, trace_axes=(), block_size=3)
+    assert all(part.is_factored for part in kernel.metric.parts)
+    right = jac @ np.asarray(eqx.filter_jit(metric.as_matrix)())
+    first = jax.device_put(np.asarray(x)[:2])
+    for left, other, expected in (
+        (x, None, pairs(right, jac)),
+        (x, first, pairs(right, jac[:2])),
+        (first, x, pairs(right[:2], jac)),
+    ):
+        assert_same(kernel(left, other), expected)
+    features = np.asarray(kernel.features(x))
+    assert_same(pairs(features, features), pairs(right, jac))
+
+
 @float64
 def test_a_loss_around_the_model(tmp_path):
     model, x, _ = subject()
