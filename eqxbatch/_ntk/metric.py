@@ -24,7 +24,13 @@ from .._base.checks import as_jax, check_at_least, check_fields
 from .._base.dtypes import common_dtype, widened
 from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
-from .._curvature.kfac import flat_use, product_in_basis, rotated, VECTOR
+from .._curvature.kfac import (
+    flat_use,
+    KroneckerFactors,
+    product_in_basis,
+    rotated,
+    VECTOR,
+)
 from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors, gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
@@ -469,6 +475,12 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
             "`metric` is for real parameters, but some are complex. Leave them out "
             "with `where` or `filter_spec`."
         )
+    if isinstance(metric, KroneckerFactors):
+        raise ValueError(
+            "`metric` must be an operator; got `KroneckerFactors`. Pass "
+            "`factors.operator(damping=...)`, or `.inverse()` of it for influence "
+            "functions and covariances."
+        )
     # Whoever has such an operator has imported lineax.
     if "lineax" in sys.modules:
         import lineax
@@ -493,6 +505,10 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         return Metric((MetricPart(every, coordinates, metric),), unravel)
     num = sum(unravel.sizes)
     metric = jtu.tree_map(as_jax, metric)
+    if any(
+        jnp.iscomplexobj(x) for x in jtu.tree_leaves(eqx.filter(metric, eqx.is_array))
+    ):
+        raise ValueError("`metric` must be real, but it has complex entries.")
     is_array = eqx.is_array(metric) and jnp.issubdtype(metric.dtype, jnp.inexact)
     is_matrix = is_array and metric.shape == (num, num)
     if is_matrix:

@@ -197,6 +197,30 @@ def test_tokens_and_both_roles_of_a_weight_keep_factors():
     assert_same(pairs(features, features), pairs(right, jac))
 
 
+class TokenLosses(eqx.Module):
+    model: Lookup
+
+    def __call__(self, tokens):
+        losses = lambda token: jnp.sum(jnp.cosh(self.model(token[None])))
+        return jax.vmap(losses)(tokens)
+
+
+@float64
+def test_scores_of_tokens():
+    # Between texts of different lengths, with the metric of the model.
+    model = Lookup(jr.key(0))
+    texts = [integers(jr.key(i), (3, num), 6) for i, num in ((2, 5), (3, 2))]
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    metric = call(model, texts[0]).operator(damping=0.1, relative=True, factored=True)
+    metric = metric.inverse()
+    losses = TokenLosses(model)
+    first, second = (np.asarray(jacobians(losses, x)) for x in texts)
+    kernel = EmpiricalNTK(losses, metric=metric, trace_axes=(), block_size=2)
+    weights = np.asarray(eqx.filter_jit(metric.as_matrix)())
+    expected = np.einsum("asp,pq,btq->abst", first, weights, second)
+    assert_same(kernel(*texts), jax.device_put(expected))
+
+
 @float64
 def test_a_loss_around_the_model(tmp_path):
     model, x, _ = subject()
@@ -275,6 +299,16 @@ def test_wrong_metrics():
         make(metric={"weight": np.ones((2, 3), "float32")})
     with pytest.raises(ValueError, match=r"first difference is at `\.bias`"):
         make(metric=eqx.tree_at(lambda x: x.bias, ones, np.ones(3, "float32")))
+    other = drawn(eqx.nn.Linear, 3, 4, key=jr.key(0))
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
+    of_other = call(other, np.ones((2, 3), "float32"))
+    with pytest.raises(ValueError, match=r"at `\.weight`: .*\(2, 3\).*\(4, 3\)"):
+        make(metric=of_other.operator(damping=0.1))
+    with pytest.raises(ValueError, match=r"`factors\.operator\(damping=\.\.\.\)`"):
+        make(metric=of_other)
+    for waves in (jax.tree.map(lambda x: x + 0j, ones), np.eye(8) + 0j):
+        with pytest.raises(ValueError, match="must be real, but it has complex"):
+            make(metric=waves)
     for wrong in (-1, np.nan, np.inf):
         entries = np.array([1, wrong], "float32")
         with pytest.raises(ValueError, match=r"non-negative and finite. See `\.bias`"):
