@@ -69,7 +69,7 @@ class ProductBasis(eqx.Module):
 
     def pairs(
         self, uses: list[AxisRoles], factors: Factors
-    ) -> list[tuple[Array | None, Array]]:
+    ) -> Sequence[tuple[Array | None, Array]]:
         """Operand and cotangent in the coordinates, for each use or for their sum."""
         layout, bases = self.part.layout, (self.outputs, self.inputs)
         assert layout is not None
@@ -126,9 +126,9 @@ class MetricPart(eqx.Module):
         """The same part, whose root and its transpose are taken this often."""
         if not self.is_factored:
             return self
-        return dataclasses.replace(
-            self, basis=dataclasses.replace(self.basis, times=times)
-        )
+        assert isinstance(self.basis, ProductBasis)
+        basis = dataclasses.replace(self.basis, times=times)
+        return dataclasses.replace(self, basis=basis)
 
 
 class Projection(eqx.Module):
@@ -462,8 +462,8 @@ def _token_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
     op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
     sizes = {"position": num, **dict(safe_zip(axes, shape))}
     of_d = ("position", "batch", "rows")
-    settings = {"token": "columns", "key": str(sizes)}
-    return Rule("metric", op, None, ("position",), of_d, axes, sizes, **settings)
+    rule = Rule("metric", op, None, ("position",), of_d, axes, sizes, key=f"{sizes}")
+    return dataclasses.replace(rule, token="columns")
 
 
 def metric_of(metric: Any, parameters: PyTree) -> Metric:
