@@ -5,6 +5,7 @@ contracted with the blocks, and gradients of examples that meet preconditioned o
 """
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ def predict(model: Callable, x: jax.Array, label: jax.Array) -> jax.Array:
 
 def cross_entropy(logits: jax.Array, x: jax.Array, label: jax.Array) -> jax.Array:
     return -jax.nn.log_softmax(logits)[label]
+
+
+def squared_error(out: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.sum((out - y) ** 2) / 2
 
 
 class Loss(eqx.Module):
@@ -77,21 +82,24 @@ def dense_layers(width: int) -> tuple[Any, Any, Any]:
     return model, x, jr.randint(KEY, (1797,), 0, 10)
 
 
-def plain(num: int, block: int, width: int) -> Case:
+def plain(num: int, others: int | None, width: int) -> Case:
+    """The kernel of examples with each other, or with some others."""
     model, x, labels = dense_layers(width)
     _, metric = covariance(model, x[:200], labels[:200])
+    size = 128 if num > 128 else 16
     ways = {
-        OURS: lambda model, metric, x: EmpiricalNTK(
-            model, metric=metric, block_size=block
-        )(x),
-        PLAIN: lambda model, metric, x: EmpiricalNTK(model, block_size=block)(x),
+        OURS: lambda model, metric, x, y: EmpiricalNTK(
+            model, metric=metric, block_size=size
+        )(x, y),
+        PLAIN: lambda model, metric, x, y: EmpiricalNTK(model, block_size=size)(x, y),
     }
     arrays, static = eqx.partition(model, eqx.is_array)
+    y = None if others is None else jr.normal(jr.key(1), (others, 64))
     return Case(
-        "plain",
-        f"kernel of {num} examples by {block}, MLP",
+        "plain" if others is None else "sides",
+        f"kernel of {num} by {others or num} examples, MLP",
         {name: with_static(way, static) for name, way in ways.items()},
-        (arrays, metric, x[:num]),
+        (arrays, metric, x[:num], y),
         unbounded=(),
         best_memory=None,
         best_time=None,
@@ -197,9 +205,43 @@ def growth(num: int) -> Bar:
     return Bar(name, sizes[1] / sizes[0], 1.05)
 
 
+def outputs(num: int, outputs: int, width: int) -> tuple[str, list[Bar]]:
+    """Variances of many outputs, whose Jacobians take gigabytes for each example."""
+    model = eqx.nn.MLP(128, outputs, width, 2, key=KEY)
+    x, y = jr.normal(KEY, (200, 128)), jr.normal(KEY, (200, outputs))
+    call = filter_kfac(predict, squared_error, fisher="empirical", microbatch_size=100)
+    metric = call(model, x, y).operator(damping=0.1, factored=True).inverse()
+    arrays, static = eqx.partition(model, eqx.is_array)
+    settings = {"trace_axes": (), "diagonal_axes": (1,), "block_size": 1}
+    way = with_static(
+        lambda model, metric, x: EmpiricalNTK(
+            model, metric=metric, **settings
+        ).diagonal(x),
+        static,
+    )
+    args = arrays, metric, x[:num]
+    compiled = jax.jit(way).lower(*args).compile()
+    megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+    jax.block_until_ready(compiled(*args))
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*args))
+    seconds = (time.perf_counter() - start) / num
+    more = (
+        f"The variances of {outputs:,} outputs of an MLP with 128 inputs take "
+        f"{1e3 * seconds:.0f} ms for each of {num} examples, and {megabytes:.0f} MB of "
+        "temporaries."
+    )
+    name = f"variances of {outputs} outputs"
+    return more, [
+        Bar(f"{name}: seconds for an example", seconds, 1.0, is_time=True),
+        Bar(f"{name}: megabytes of temporaries", megabytes, 200.0),
+    ]
+
+
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the table for the docs, and the bars."""
     cases = [
+        plain(64, None, 64) if quick else plain(1_797, None, 512),
         plain(64, 16, 64) if quick else plain(1_797, 128, 512),
         variances(50 if quick else 1_000),
         influence(64, 8, 64) if quick else influence(1_797, 100, 256),
@@ -210,4 +252,6 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
         rows = measure(one, rounds=3 if quick else 9)
         measured.append((one, rows))
         bars += bars_of(one, rows)
-    return *results(measured, bars), bars
+    more, of_outputs = outputs(2, 64, 32) if quick else outputs(100, 3_100, 256)
+    bars += of_outputs
+    return *results(measured, bars, more), bars

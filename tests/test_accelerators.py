@@ -45,8 +45,23 @@ def kfac_step(model, x):
     return step.update(parameters(scaled(model)), state, factors=factors)
 
 
+def in_metric(model, x):
+    kfac = eb.filter_kfac(
+        apply, of_outputs, in_axes=0, microbatch_size=SIZE, fisher="empirical"
+    )
+    metric = kfac(model, x).operator(damping=0.1, factored=True)
+    return eb.EmpiricalNTK(model, metric=metric, block_size=SIZE)(x, x[:5])
+
+
+def projected(model, x):
+    sketch = eb.Projection(8, jax.random.key(0))
+    return eb.EmpiricalNTK(model, metric=sketch, block_size=SIZE)(x)
+
+
 # Settings that are those of other features elsewhere.
 PROGRAMS = FEATURES | {
+    "EmpiricalNTK metric": in_metric,
+    "EmpiricalNTK projection": projected,
     "filter_micro_grad against": lambda model, x: eb.filter_micro_grad(
         loss,
         microbatch_size=SIZE,

@@ -682,7 +682,8 @@ def rotated(
         a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
     if into is not None:
         a = jnp.einsum("npbi,bij->npbj", a, into.astype(a.dtype))
-    assert out is not None
+    if out is None:
+        return a, use.d
     return a, jnp.einsum("nvpbo,boq->nvpbq", use.d, out.astype(use.d.dtype))
 
 

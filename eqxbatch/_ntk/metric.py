@@ -4,6 +4,7 @@ A metric is `R R^T`, and the coordinates of a gradient `g` are `R^T g`. Each par
 metric has its own leaves.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -23,7 +24,13 @@ from .._base.checks import as_jax, check_at_least, check_fields
 from .._base.dtypes import common_dtype, widened
 from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
-from .._curvature.kfac import flat_use, product_in_basis, rotated, VECTOR
+from .._curvature.kfac import (
+    flat_use,
+    KroneckerFactors,
+    product_in_basis,
+    rotated,
+    VECTOR,
+)
 from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors, gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
@@ -48,27 +55,55 @@ class ProductBasis(eqx.Module):
     """Coordinates of outer products, from those of operands and cotangents.
 
     - `part`: the axes of the weight, and its bias if there is one.
-    - `outputs`, `inputs`: a matrix for each, whose columns are directions.
+    - `outputs`, `inputs`: a matrix for each, whose columns are directions. For an
+        embedding, `inputs` is a factor for each token.
     - `values`: factors of the coordinates of the product; None for one.
+    - `times`: how often coordinates are taken; the second time, by the transpose.
     """
 
     part: Part = eqx.field(static=True)
     outputs: Inexact[Array, "batch outputs rows"]
-    inputs: Inexact[Array, "batch inputs columns"]
+    inputs: Inexact[Array, "batch inputs *columns"]
     values: Inexact[Array, "batch rows columns"] | None = None
+    times: int = eqx.field(static=True, default=1)
 
     def pairs(
         self, uses: list[AxisRoles], factors: Factors
-    ) -> list[tuple[Array | None, Array]]:
+    ) -> Sequence[tuple[Array | None, Array]]:
         """Operand and cotangent in the coordinates, for each use or for their sum."""
         layout, bases = self.part.layout, (self.outputs, self.inputs)
         assert layout is not None
         flat = [flat_use(use, factors, layout) for use in uses]
+        if self.inputs.ndim == 2:
+            return [self._of_tokens(use.tokens, use.d) for use in flat]
         if self.values is None:
-            return [rotated(use, layout, bases) for use in flat]
+            steps = bases if self.times else (None, None)
+            pairs = [rotated(use, layout, steps) for use in flat]
+            if self.times < 2:
+                return pairs
+            both = safe_zip(pairs, flat)
+            return [self._back(*pair, use.is_swapped) for pair, use in both]
         products = (product_in_basis(use, layout, bases) for use in flat)
         total = functools.reduce(jnp.add, products)
         return [(None, total * self.values.astype(total.dtype)[None, None])]
+
+    def _of_tokens(self, tokens: Any, d: Array) -> tuple[Array, Array]:
+        # Inputs are one-hot, so that their coordinates only scale the cotangents.
+        scale = jnp.take(self.inputs[0], tokens, mode="fill", fill_value=0)
+        turned = self.outputs
+        for _ in range(self.times):
+            d = jnp.einsum("nvpbo,boq->nvpbq", d, turned.astype(d.dtype))
+            d = d * scale.astype(d.dtype)[:, None, :, None, None]
+            turned = jnp.swapaxes(turned, 1, 2)
+        return tokens, d
+
+    def _back(self, a: Array, d: Array, is_swapped: bool) -> tuple[Array, Array]:
+        # One step after the other: in the product of a matrix with its transpose, small
+        # eigenvalues have the rounding of the largest.
+        sides = self.inputs, self.outputs
+        of_a, of_d = sides[::-1] if is_swapped else sides
+        a = jnp.einsum("npbj,bij->npbi", a, of_a.astype(a.dtype))
+        return a, jnp.einsum("nvpbq,boq->nvpbo", d, of_d.astype(d.dtype))
 
 
 class MetricPart(eqx.Module):
@@ -82,6 +117,18 @@ class MetricPart(eqx.Module):
     leaves: tuple[int, ...] = eqx.field(static=True)
     coordinates: Callable[[list[Array]], Inexact[Array, "..."]]
     basis: "ProductBasis | Projection | None" = None
+
+    @property
+    def is_factored(self) -> bool:
+        return isinstance(self.basis, ProductBasis) and self.basis.values is None
+
+    def taken(self, times: int) -> "MetricPart":
+        """The same part, whose root and its transpose are taken this often."""
+        if not self.is_factored:
+            return self
+        assert isinstance(self.basis, ProductBasis)
+        basis = dataclasses.replace(self.basis, times=times)
+        return dataclasses.replace(self, basis=basis)
 
 
 class Projection(eqx.Module):
@@ -216,6 +263,20 @@ class Metric(eqx.Module):
     parts: tuple[MetricPart, ...]
     unravel: Unravel
 
+    def on_sides(self, num: tuple[int, int]) -> "list[Metric]":
+        """Metrics of two sides with these numbers of examples, for the same kernel.
+
+        Factors of the smaller side are multiplied by the whole metric, and those of the
+        other by nothing.
+        """
+        if not any(part.is_factored for part in self.parts):
+            return [self, self]
+        is_first = num[0] <= num[1]
+        return [
+            Metric(tuple(part.taken(times) for part in self.parts), self.unravel)
+            for times in (2 * is_first, 2 * (not is_first))
+        ]
+
     def product(self, leaves: Sequence[Array]) -> list[Array]:
         """The matrix times a vector of parameters."""
         results = [*leaves]
@@ -348,12 +409,13 @@ class InMetric:
                 sites.append(leaf_site(number, d, len(cotangents)))
                 cotangents.append(d)
                 continue
-            uses = self._uses[number]
-            sides = (a, d) if uses[0].is_swapped else (d, a)
-            rows, columns = (x.shape[-1] for x in sides)
-            leaves.append(jax.ShapeDtypeStruct((a.shape[-2], rows, columns), d.dtype))
-            for use, (a, d) in safe_zip(uses, pairs):
-                rule = _product_rule(a.shape[0], leaves[-1].shape, use.is_swapped)
+            layout = self._parts[number].layout
+            assert layout is not None
+            leaves.append(jax.ShapeDtypeStruct(layout.sizes, d.dtype))
+            for use, (a, d) in safe_zip(self._uses[number], pairs):
+                has_tokens = use.site.rule.token is not None
+                make = _token_rule if has_tokens else _product_rule
+                rule = make(a.shape[0], layout.sizes, use.is_swapped)
                 view = leaf_view(number, leaves[-1])
                 sites.append(Site(view, rule, len(cotangents), len(operands), False))
                 operands.append(a)
@@ -368,7 +430,9 @@ def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
     """
     if not isinstance(part.basis, ProductBasis) or part.basis.part != other:
         return False
-    return not any(use.site.rule.token is not None for use in uses)
+    is_counted = part.basis.inputs.ndim == 2
+    is_lookup = lambda use: use.site.rule.token is not None and not use.is_swapped
+    return all(is_lookup(use) is is_counted for use in uses)
 
 
 def _product_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
@@ -384,6 +448,17 @@ def _product_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
     return Rule("metric", op, None, of_a, of_d, axes, sizes, key=f"{sizes}{is_swapped}")
 
 
+def _token_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
+    """A matrix whose columns are looked up at several positions."""
+    del is_swapped
+    axes = ("batch", "rows", "columns")
+    op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
+    sizes = {"position": num, **dict(safe_zip(axes, shape))}
+    of_d = ("position", "batch", "rows")
+    rule = Rule("metric", op, None, ("position",), of_d, axes, sizes, key=f"{sizes}")
+    return dataclasses.replace(rule, token="columns")
+
+
 def metric_of(metric: Any, parameters: PyTree) -> Metric:
     """The metric of the parameters of a model, from what the user gives."""
     unravel = Unravel(parameters)
@@ -392,6 +467,12 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         raise ValueError(
             "`metric` is for real parameters, but some are complex. Leave them out "
             "with `where` or `filter_spec`."
+        )
+    if isinstance(metric, KroneckerFactors):
+        raise ValueError(
+            "`metric` must be an operator; got `KroneckerFactors`. Pass "
+            "`factors.operator(damping=...)`, or `.inverse()` of it for influence "
+            "functions and covariances."
         )
     # Whoever has such an operator has imported lineax.
     if "lineax" in sys.modules:
@@ -417,6 +498,10 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         return Metric((MetricPart(every, coordinates, metric),), unravel)
     num = sum(unravel.sizes)
     metric = jtu.tree_map(as_jax, metric)
+    if any(
+        jnp.iscomplexobj(x) for x in jtu.tree_leaves(eqx.filter(metric, eqx.is_array))
+    ):
+        raise ValueError("`metric` must be real, but it has complex entries.")
     is_array = eqx.is_array(metric) and jnp.issubdtype(metric.dtype, jnp.inexact)
     is_matrix = is_array and metric.shape == (num, num)
     if is_matrix:
@@ -506,13 +591,15 @@ def _of_spectrum(spectrum: Any) -> MetricPart:
     """The coordinates of a block in a metric whose root has this spectrum."""
     part, coordinates = spectrum.part, eqx.Partial(type(spectrum).product, spectrum)
     basis = None
-    if spectrum.outputs is not None and spectrum.inputs is not None:
-        if spectrum.factors is None:
-            bases = spectrum.outputs, spectrum.inputs, spectrum.values
-        else:
-            outputs, inputs = (x[:, None] for x in spectrum.factors)
-            bases = spectrum.outputs * outputs, spectrum.inputs * inputs
-        basis = ProductBasis(part, *bases)
+    if spectrum.outputs is not None and spectrum.factors is not None:
+        outputs, inputs = (x[:, None] for x in spectrum.factors)
+        inputs = (
+            spectrum.factors[1] if spectrum.inputs is None else spectrum.inputs * inputs
+        )
+        basis = ProductBasis(part, spectrum.outputs * outputs, inputs)
+    elif spectrum.outputs is not None and spectrum.inputs is not None:
+        bases = spectrum.outputs, spectrum.inputs
+        basis = ProductBasis(part, *bases, spectrum.values)
     return MetricPart(part.leaves, coordinates, basis)
 
 

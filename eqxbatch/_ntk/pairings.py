@@ -578,6 +578,10 @@ def choose_pairing(
     if not outputs[0].pairs_examples:
         grid = dataclasses.replace(grid, sizes=(grid.sizes[0], grid.sizes[0]))
 
+    metrics: list[Any] = [model.request.metric if ntk else None] * len(model.sides)
+    if metrics[0] is not None and len(metrics) == 2:
+        metrics = metrics[0].on_sides(model.totals)
+
     def factors(position: int, use_rules: bool) -> ExampleFactors:
         return ExampleFactors(
             model.programs[position],
@@ -586,14 +590,15 @@ def choose_pairing(
             num_outputs=len(model.axes),
             side=position,
             keeps_values=bool(values),
-            metric=model.request.metric if ntk else None,
+            metric=metrics[position],
             use_rules=use_rules,
         )
 
     method = model.request.method
     if not ntk or method != "ntk_vector_products":
         # Two sides of the same type have the same program.
-        first = [model.programs.index(program) for program in model.programs]
+        programs = [*safe_zip(map(id, model.programs), map(id, metrics))]
+        first = [programs.index(program) for program in programs]
         use_rules = method != "jacobian_contraction"
         made = {i: factors(i, use_rules=use_rules) for i in {*first}}
         sides = [made[position] for position in first]

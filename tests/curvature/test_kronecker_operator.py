@@ -112,6 +112,34 @@ class TestOperator:
             if block.part.structure == "kronecker" and block.moments is None:
                 self._compare(block, plain, unravel)
 
+    @pytest.mark.parametrize("factored", (False, True))
+    def test_marginal_likelihood(self, mixed, factored):
+        """Of a Laplace approximation, and its gradient in noise and prior."""
+        found, model = mixed
+        if factored and any(x.moments is not None for x in found.blocks):
+            pytest.skip("corrected eigenvalues are no products")
+        flat, _ = jax.flatten_util.ravel_pytree(model)
+
+        def marginal(logs, logdet):
+            noise, prior = jnp.exp(logs)
+            squares = prior * jnp.sum(flat**2) + 3 / noise
+            volume = logdet(noise * prior) - flat.size * logs[0]
+            return (flat.size * logs[1] - NUM * logs[0] - squares - volume) / 2
+
+        @eqx.filter_jit
+        def run(found, logs):
+            damped = lambda x: found.operator(damping=x, factored=factored)
+            plain = found.operator().as_matrix()
+            eye = jnp.eye(len(plain))
+            dense = lambda x: damped(x).as_matrix() if factored else plain + x * eye
+            ours = lambda x: damped(x).logdet()
+            exact = lambda x: jnp.linalg.slogdet(dense(x))[1]
+            both = (lambda x, way=way: marginal(x, way) for way in (ours, exact))
+            return [jax.value_and_grad(way)(logs) for way in both]
+
+        ours, dense = run(found, jax.device_put(np.log([0.3, 2.0])))
+        close(ours, dense)
+
     def _compare(self, block, matrix, unravel):
         """A Kronecker product, entry by entry, at some places."""
         layout = block.part.layout

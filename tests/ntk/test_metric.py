@@ -170,6 +170,68 @@ def test_factored_metrics_keep_factors():
     assert all(x.values is None for x in products)
 
 
+class Lookup(eqx.Module):
+    """An embedding, which drops tokens that it does not have, and a weight twice."""
+
+    table: eqx.nn.Embedding
+    tied: jax.Array
+
+    def __init__(self, key):
+        keys = jr.split(key, 2)
+        self.table = drawn(eqx.nn.Embedding, 6, 4, key=keys[0])
+        self.tied = normal(keys[1], (OUTPUTS, 4), float)
+
+    def __call__(self, tokens):
+        table = self.table.weight.at[tokens].get(mode="fill", fill_value=0)
+        hidden = jnp.tanh(self.tied @ table.T)
+        return jnp.sum(self.tied @ jnp.tanh(self.tied.T @ hidden), 1)
+
+
+@float64
+def test_tokens_and_both_roles_of_a_weight_keep_factors():
+    # The smaller side is multiplied by the whole metric.
+    model, x = Lookup(jr.key(0)), integers(jr.key(2), (7, 5), 8)
+    jac = np.asarray(jacobians(model, x))
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4))
+    metric = call(model, x).operator(damping=0.1, factored=True).inverse()
+    kernel = EmpiricalNTK(model, metric=metric, trace_axes=(), block_size=3)
+    assert all(part.is_factored for part in kernel.metric.parts)
+    right = jac @ np.asarray(eqx.filter_jit(metric.as_matrix)())
+    first = jax.device_put(np.asarray(x)[:2])
+    for left, other, expected in (
+        (x, None, pairs(right, jac)),
+        (x, first, pairs(right, jac[:2])),
+        (first, x, pairs(right[:2], jac)),
+    ):
+        assert_same(kernel(left, other), expected)
+    features = np.asarray(kernel.features(x))
+    assert_same(pairs(features, features), pairs(right, jac))
+
+
+class TokenLosses(eqx.Module):
+    model: Lookup
+
+    def __call__(self, tokens):
+        losses = lambda token: jnp.sum(jnp.cosh(self.model(token[None])))
+        return jax.vmap(losses)(tokens)
+
+
+@float64
+def test_scores_of_tokens():
+    # Between texts of different lengths, with the metric of the model.
+    model = Lookup(jr.key(0))
+    texts = [integers(jr.key(i), (3, num), 6) for i, num in ((2, 5), (3, 2))]
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    metric = call(model, texts[0]).operator(damping=0.1, relative=True, factored=True)
+    metric = metric.inverse()
+    losses = TokenLosses(model)
+    first, second = (np.asarray(jacobians(losses, x)) for x in texts)
+    kernel = EmpiricalNTK(losses, metric=metric, trace_axes=(), block_size=2)
+    weights = np.asarray(eqx.filter_jit(metric.as_matrix)())
+    expected = np.einsum("asp,pq,btq->abst", first, weights, second)
+    assert_same(kernel(*texts), jax.device_put(expected))
+
+
 @float64
 def test_a_loss_around_the_model(tmp_path):
     model, x, _ = subject()
@@ -248,6 +310,16 @@ def test_wrong_metrics():
         make(metric={"weight": np.ones((2, 3), "float32")})
     with pytest.raises(ValueError, match=r"first difference is at `\.bias`"):
         make(metric=eqx.tree_at(lambda x: x.bias, ones, np.ones(3, "float32")))
+    other = drawn(eqx.nn.Linear, 3, 4, key=jr.key(0))
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
+    of_other = call(other, np.ones((2, 3), "float32"))
+    with pytest.raises(ValueError, match=r"at `\.weight`: .*\(2, 3\).*\(4, 3\)"):
+        make(metric=of_other.operator(damping=0.1))
+    with pytest.raises(ValueError, match=r"`factors\.operator\(damping=\.\.\.\)`"):
+        make(metric=of_other)
+    for waves in (jax.tree.map(lambda x: x + 0j, ones), np.eye(8) + 0j):
+        with pytest.raises(ValueError, match="must be real, but it has complex"):
+            make(metric=waves)
     for wrong in (-1, np.nan, np.inf):
         entries = np.array([1, wrong], "float32")
         with pytest.raises(ValueError, match=r"non-negative and finite. See `\.bias`"):
