@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
 from .._base.dtypes import is_complex, num_bytes, widened
 from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
-from .._base.mesh import full_varying_as, vary, varying
+from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
@@ -64,6 +65,14 @@ class KeptFactors(eqx.Module):
     residuals: list[Factor] = eqx.field(default_factory=list)
 
 
+# The approximate size of a CPU core's cache, in bytes.
+_CACHE = 2**19
+
+
+# The number of large examples at a time, which should keep all cores busy.
+_AT_A_TIME = 4
+
+
 def _is_factor(x: Any) -> bool:
     return isinstance(x, Factor)
 
@@ -72,6 +81,16 @@ def _divided(factors: PyTree[Factor]) -> tuple[PyTree, PyTree]:
     """The factors without the arrays that all examples share, and with these alone."""
     have_examples = jtu.tree_map(lambda x: x.has_examples, factors, is_leaf=_is_factor)
     return eqx.partition(factors, have_examples)
+
+
+def _bytes_of_examples(factors: PyTree[Factor]) -> int:
+    return num_bytes(_divided(factors)[0])
+
+
+def _are_plain(rows: list) -> bool:
+    """Whether these are numeric arrays that are not explicitly sharded."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return not any(map(is_key, rows)) and explicit_mesh(rows) is None
 
 
 def _arrays(factors: list[Factor | None]) -> list:
@@ -96,6 +115,7 @@ class ExampleFactors:
         num_outputs: int,
         side: int = 0,
         keeps_values: bool = False,
+        are_all: bool = False,
         use_rules: bool = True,
         formed: Collection[int] = (),
         metric: Metric | None = None,
@@ -105,7 +125,8 @@ class ExampleFactors:
         `num_outputs` is the number of all outputs; with `keeps_values`, they are kept,
         too. `side` is the one whose directions are pulled back; without `outputs`,
         nothing is differentiated. Of the `rows`, only
-        types matter. `use_rules` and `formed` are as for `Program`. With a `metric`,
+        types matter. `are_all` says whether all examples are processed at once, not in
+        blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
         Jacobians are kept as its coordinates.
         """
         program = Program(
@@ -119,6 +140,7 @@ class ExampleFactors:
         self.program = program if in_metric is None else in_metric.program
         self.outputs = outputs
         self.kept = [self.program for _ in outputs]
+        self._rows, self._are_all = rows, are_all
         self._num_values = num_outputs if keeps_values else 0
 
         def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
@@ -170,7 +192,37 @@ class ExampleFactors:
         return self._run.output([*map(Factor, arrays, self._run.has_examples)])
 
     def of(self, rows: list) -> KeptFactors:
-        """The factors of some examples."""
+        """The factors of some examples.
+
+        XLA for CPUs writes all intermediate values to memory and reads them again. If
+        these are larger than the factors and do not fit into the cache, processing a
+        few examples at a time is faster and takes less memory.
+        """
+        axes = self._rows.axes
+        num = rows[0].shape[axes[0]]
+        if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
+            return self._of(rows)
+        of_examples = lambda rows, _: _divided(self._of(rows))[0]
+        in_turn = lambda *rows: accumulated(
+            of_examples, Rows([*rows], axes, num), _AT_A_TIME, Concat()
+        )
+        at_once = lambda *rows: of_examples([*rows], num)
+        computed = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
+        _, shared = _divided(self._of(Rows(rows, axes, num).one()))
+        return eqx.combine(computed, shared)
+
+    @functools.cached_property
+    def _is_in_turn(self) -> bool:
+        """Whether a CPU processes a few examples at a time."""
+        if not self._are_all:
+            return False
+        made = _bytes_of_examples(self.structs(1))
+        if made < _CACHE:
+            return False
+        kept = eqx.filter_eval_shape(self._of, self._rows.one())
+        return made > _bytes_of_examples(kept)
+
+    def _of(self, rows: list) -> KeptFactors:
         # What does not depend on the example is computed once for all of them.
         outs, operands, cotangents, of_views = self._output(self._run.run(rows))
         program, num = self.program, len(self.program.perturbations)
@@ -582,7 +634,7 @@ def choose_pairing(
     if metrics[0] is not None and len(metrics) == 2:
         metrics = metrics[0].on_sides(model.totals)
 
-    def factors(position: int, use_rules: bool) -> ExampleFactors:
+    def factors(position: int, **settings: Any) -> ExampleFactors:
         return ExampleFactors(
             model.programs[position],
             model.sides[position].rows,
@@ -591,7 +643,7 @@ def choose_pairing(
             side=position,
             keeps_values=bool(values),
             metric=metrics[position],
-            use_rules=use_rules,
+            **settings,
         )
 
     method = model.request.method
@@ -599,8 +651,11 @@ def choose_pairing(
         # Two sides of the same type have the same program.
         programs = [*safe_zip(map(id, model.programs), map(id, metrics))]
         first = [programs.index(program) for program in programs]
-        use_rules = method != "jacobian_contraction"
-        made = {i: factors(i, use_rules=use_rules) for i in {*first}}
+        settings = {
+            "use_rules": method != "jacobian_contraction",
+            "are_all": num_pairs(grid, outputs[0]) == 1,
+        }
+        made = {position: factors(position, **settings) for position in {*first}}
         sides = [made[position] for position in first]
         pairing = Sites(*of_model, sides)
         if not ntk:
@@ -716,7 +771,7 @@ class ModelKernel(AbstractBlockKernel):
 
     @functools.cached_property
     def bytes_kept(self) -> tuple[int, int]:
-        rows, columns = (num_bytes(_divided(kept)[0]) for kept in self._kept)
+        rows, columns = map(_bytes_of_examples, self._kept)
         return rows, columns
 
     @functools.cached_property

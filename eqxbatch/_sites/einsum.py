@@ -49,43 +49,28 @@ def contract(terms: Sequence[Term], out: Labels) -> Array:
 def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Term:
     """The product of one or two terms, summed over labels that are no longer needed.
 
-    Its axes are in the order of `wanted`, or in any order. A matrix product has one
-    axis of each kind, which runs faster than the same product over many axes.
+    Its axes are in the order of `wanted`, or in any order.
     """
     (x, labels), *rest = terms
-    if not rest:
-        wanted = labels if wanted is None else wanted
-        return jnp.einsum(_expression([labels], wanted), x), wanted
-    ((y, others),) = rest
-    if needed.issuperset({*labels, *others}):
+    others: Labels = rest[0][1] if rest else ()
+    if rest and needed.issuperset({*labels, *others}):
         # Nothing is summed over. The axes of the larger term are kept.
+        (y, _) = rest[0]
         if wanted is None:
             first, second = (labels, others) if x.size >= y.size else (others, labels)
             wanted = (*first, *(label for label in second if label not in first))
         return aligned(x, labels, wanted) * aligned(y, others, wanted), wanted
-    kind_of = lambda label: (label in labels, label in others, label in needed)
-    kinds_of = lambda labels: [*dict.fromkeys(map(kind_of, labels))]
-    every = [*dict.fromkeys((*labels, *others))]
-    members = {
-        kind: [x for x in every if kind_of(x) == kind] for kind in kinds_of(every)
-    }
-    axes_of = lambda kinds: [label for kind in kinds for label in members[kind]]
-    sizes = _sizes((labels, x.shape) for x, labels in terms)
-
-    def matrix(x: Array, labels: Labels) -> Array:
-        kinds = kinds_of(labels)
-        x = jnp.transpose(x, [labels.index(label) for label in axes_of(kinds)])
-        shapes = ([sizes[label] for label in members[kind]] for kind in kinds)
-        return x.reshape([*map(math.prod, shapes)])
-
-    left = kinds_of(x for x in wanted or every if x in needed)
-    expression = _expression([kinds_of(labels), kinds_of(others)], left)
-    product = jnp.einsum(expression, matrix(x, labels), matrix(y, others))
-    out = tuple(axes_of(left))
-    product = product.reshape([sizes[label] for label in out])
     if wanted is None:
-        return product, out
-    return jnp.transpose(product, [out.index(label) for label in wanted]), wanted
+        wanted = (
+            *(label for label in labels if label in others and label in needed),
+            *(label for label in labels if label not in others and label in needed),
+            *(label for label in others if label not in labels and label in needed),
+        )
+    sizes = _sizes((labels, x.shape) for x, labels in terms)
+    terms, out = _fused(terms, wanted)
+    expression = _expression([labels for _, labels in terms], out)
+    product = jnp.einsum(expression, *(x for x, _ in terms))
+    return product.reshape([sizes[label] for label in wanted]), wanted
 
 
 def aligned(x: Array, axes: Labels, labels: Labels) -> Array:
@@ -95,7 +80,7 @@ def aligned(x: Array, axes: Labels, labels: Labels) -> Array:
     return jnp.expand_dims(jnp.transpose(x, order), missing)
 
 
-def _expression(terms: Sequence[Sequence[Label]], out: Sequence[Label]) -> str:
+def _expression(terms: Sequence[Labels], out: Labels) -> str:
     symbols: dict[Label, str] = {}
     parts = [
         "".join(
@@ -120,6 +105,42 @@ def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
 
 def _sizes(axes: Iterable[tuple[Labels, tuple[int, ...]]]) -> dict[Label, int]:
     return {x: size for labels, shape in axes for x, size in safe_zip(labels, shape)}
+
+
+def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
+    """Equal terms with fewer axes: drops those of size 1 and merges neighbours.
+
+    A matrix product runs faster than the same product over many axes.
+    """
+    sizes = _sizes((labels, x.shape) for x, labels in terms)
+    lists = [
+        [label for label in labels if sizes[label] != 1]
+        for labels in (*(labels for _, labels in terms), out)
+    ]
+    for label in sizes:
+        while True:
+            # Wherever one of the two appears, they must be adjacent.
+            following = {
+                names[names.index(label) + 1] if names[-1] != label else None
+                for names in lists
+                if label in names
+            }
+            other = following.pop() if len(following) == 1 else None
+            if other is None or other == label:
+                break
+            if any(label not in names for names in lists if other in names):
+                break
+            if any(names.count(x) > 1 for names in lists for x in (label, other)):
+                break
+            for names in lists:
+                if other in names:
+                    names.remove(other)
+            sizes[label] *= sizes[other]
+    fused = [
+        (x.reshape([sizes[label] for label in names]), tuple(names))
+        for (x, _), names in safe_zip(terms, lists[:-1])
+    ]
+    return fused, tuple(lists[-1])
 
 
 def _summed(terms: Sequence[Term], out: Labels) -> list[Term]:

@@ -1,4 +1,4 @@
-"""Kernels of a small convolution: their values, derivatives, maps, keys and meshes."""
+"""Kernels all at once, for which CPUs take a few large examples after the other."""
 
 import functools
 
@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalKernel, EmpiricalNTK
+from eqxbatch._ntk import pairings
 from ..helpers import normal, spread
 from .models import cast, float64, jacobians, outputs
 
@@ -43,9 +44,25 @@ class Net(eqx.Module):
 make = eqx.filter_jit(Net)
 
 
+@pytest.fixture
+def sizes(monkeypatch):
+    """The numbers of examples that are taken in turn, where no example is small."""
+    found = []
+    accumulated = pairings.accumulated
+
+    def counted(run, rows, size, accumulator):
+        if size == pairings._AT_A_TIME < rows.total:
+            found.append(rows.total)
+        return accumulated(run, rows, size, accumulator)
+
+    monkeypatch.setattr(pairings, "accumulated", counted)
+    monkeypatch.setattr(pairings, "_CACHE", 1_000)
+    return found
+
+
 @float64
 @pytest.mark.parametrize("num", spread((5, 8), 1))
-def test_kernels(num, getkey):
+def test_kernels(num, sizes, getkey):
     model = cast(make(getkey()))
     x, y = (normal(getkey(), (n, 100), jnp.float64) for n in (num, 3))
     # Both sides at once, in one program.
@@ -62,10 +79,16 @@ def test_kernels(num, getkey):
     np.testing.assert_allclose(both.nngp, outs @ outs.T / 3, atol=1e-12)
     diagonal = ntk_of(model).diagonal(x)
     np.testing.assert_allclose(diagonal, np.diag(expected), atol=1e-12)
+    assert {*sizes} == {num}
+    # Blocks have a size of their own, and a few examples are taken at once.
+    sizes.clear()
+    eqx.filter_eval_shape(ntk_of(model, block_size=3), x)
+    eqx.filter_eval_shape(ntk_of(model), x[:4])
+    assert not sizes
 
 
 @float64
-def test_derivatives_and_maps(getkey):
+def test_derivatives_and_maps(sizes, getkey):
     x = normal(getkey(), (5, 100), jnp.float64)
     models = [cast(make(getkey())) for _ in range(2)]
     total = lambda model, x: jnp.sum(jnp.sin(ntk_of(model)(x)))
@@ -73,6 +96,7 @@ def test_derivatives_and_maps(getkey):
     both = lambda f: eqx.filter_jit(eqx.filter_value_and_grad(f))
     in_blocks = both(in_blocks)
     expected = [jax.tree.leaves(in_blocks(model, x)) for model in models]
+    sizes.clear()
     stacked = jax.tree.map(
         lambda *xs: jnp.asarray(np.stack(xs)) if eqx.is_array(xs[0]) else xs[0], *models
     )
@@ -80,17 +104,19 @@ def test_derivatives_and_maps(getkey):
     found = jax.tree.leaves(mapped(stacked, x))
     for got, *leaves in zip(found, *expected, strict=True):
         np.testing.assert_allclose(got, leaves, atol=1e-12)
+    assert sizes
 
 
-def test_keys_are_left_alone(getkey):
+def test_keys_are_left_alone(sizes, getkey):
     model, x, key = make(getkey()), normal(getkey(), (5, 100)), getkey()
     expected = ntk_of(model, block_size=5)(x, key=key)
     for one in (key, jr.key_data(key)):
         np.testing.assert_allclose(ntk_of(model)(x, key=one), expected, rtol=1e-5)
+    assert sizes
 
 
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
-def test_on_a_mesh(kind, getkey):
+def test_on_a_mesh(kind, sizes, getkey):
     num = 2 if len(jax.devices()) > 1 else 1
     mesh = jax.make_mesh(
         (num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num]
