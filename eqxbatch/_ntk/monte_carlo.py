@@ -17,8 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._base.checks import check_callable, check_equal, no_arrays_remedy
+from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import accumulation_dtype
-from .._base.jaxprs import compiled
+from .._base.jaxprs import compiled, evaluate_jaxpr
 from .._base.mesh import gathered, is_explicit
 from .._base.trees import as_int, described, safe_zip, shown, type_of
 from .._batch.accumulators import (
@@ -212,8 +213,32 @@ class Average(eqx.Module):
         return [kernel(x1, x2, key=key, **kwargs)]
 
     def _drawn(self, index: Array) -> StatefulModel:
-        """The model with this index."""
-        drawn = self.init(jr.fold_in(self.key, index))
+        """The model with this index.
+
+        It is drawn in a separate step: otherwise, XLA for CPUs would draw its numbers
+        on one core, and again for each use.
+        """
+        # Outside of the condition: in JAX 0.7, its derivative would raise because only
+        # one of the keys is batched.
+        key = jr.fold_in(self.key, index)
+        closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
+        evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
+        # Keys and weakly typed numbers cannot be passed through a condition.
+        avals: list[Any] = list(closed.out_avals)
+        is_random = [
+            jnp.issubdtype(aval.dtype, jnp.inexact) and not aval.weak_type
+            for aval in avals
+        ]
+        pick = lambda leaves: list(itertools.compress(leaves, is_random))
+        run = lambda key: pick(evaluate([key]))
+        bits = jr.key_data(self.key).astype(jnp.float32)
+        numbers = in_opaque_branch(run, opaque_true(bits))(key)
+        leaves = [
+            numbers.pop(0) if is_number else x
+            for x, is_number in safe_zip(evaluate([key]), is_random)
+        ]
+        treedef = jtu.tree_structure(structs)
+        drawn = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
         model, state = drawn if has_state(drawn) else (drawn, None)
         return StatefulModel(model, state, index)
 
