@@ -306,7 +306,8 @@ def _as_array(leaf: Any, axis: int) -> Array:
             f"returned, which is not an array. Use `eqx.if_array({axis})` to map just "
             "the arrays of the output, or None."
         )
-    return jnp.asarray(leaf)
+    # JAX 0.7 gives an array that it converts the axes of another on a mesh.
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _per_example(

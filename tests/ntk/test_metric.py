@@ -101,6 +101,11 @@ def operator_of(found, is_inverse, settings):
     return operator, operator.as_matrix()
 
 
+@eqx.filter_jit
+def kernel_of(model, metric, **settings):
+    return EmpiricalNTK(model, metric=metric, **settings)
+
+
 def of_operator(corrected=False, is_inverse=True, **settings):
     operator, dense = operator_of(factors(corrected), is_inverse, settings)
     return operator, np.asarray(dense)
@@ -194,7 +199,7 @@ def test_tokens_and_both_roles_of_a_weight_keep_factors():
     jac = np.asarray(jacobians(model, x))
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4))
     metric = call(model, x).operator(damping=0.1, factored=True).inverse()
-    kernel = EmpiricalNTK(model, metric=metric, trace_axes=(), block_size=3)
+    kernel = kernel_of(model, metric, trace_axes=(), block_size=3)
     assert all(part.is_factored for part in kernel.metric.parts)
     right = jac @ np.asarray(eqx.filter_jit(metric.as_matrix)())
     first = jax.device_put(np.asarray(x)[:2])
@@ -226,7 +231,7 @@ def test_scores_of_tokens():
     metric = metric.inverse()
     losses = TokenLosses(model)
     first, second = (np.asarray(jacobians(losses, x)) for x in texts)
-    kernel = EmpiricalNTK(losses, metric=metric, trace_axes=(), block_size=2)
+    kernel = kernel_of(losses, metric, trace_axes=(), block_size=2)
     weights = np.asarray(eqx.filter_jit(metric.as_matrix)())
     expected = np.einsum("asp,pq,btq->abst", first, weights, second)
     assert_same(kernel(*texts), jax.device_put(expected))
@@ -239,14 +244,14 @@ def test_a_loss_around_the_model(tmp_path):
     jac = np.asarray(jacobians(loss, x))
     (metric, dense), (entries, _) = METRICS["factored"](), METRICS["diagonal"]()
     expected = jac @ dense @ jac.T
-    settings = {"metric": metric, "block_size": 4}
-    top = EmpiricalNTK(loss, **settings, reduce=TopK(2))(x)
+    plain = kernel_of(loss, metric)
+    top = dataclasses.replace(plain, block_size=4, reduce=TopK(2))(x)
     largest = np.sort(expected, axis=1)[:, :-3:-1]
     assert_same(top.values, jax.device_put(largest))
-    operator = KernelOperator(EmpiricalNTK(loss, metric=metric), x, block_size=4)
+    operator = KernelOperator(plain, x, block_size=4)
     vector = normal(jr.key(3), (7,), float)
     assert_same(operator.mv(vector), jax.device_put(expected @ np.asarray(vector)))
-    stored = EmpiricalNTK(loss, **settings, store=tmp_path / "kernel")
+    stored = dataclasses.replace(plain, block_size=4, store=tmp_path / "kernel")
     assert_same(jnp.asarray(stored(x)[:]), jax.device_put(expected))
     # What is stored belongs to its metric.
     other = dataclasses.replace(stored, metric=entries)
