@@ -50,7 +50,7 @@ def in_metric(model, x):
         apply, of_outputs, in_axes=0, microbatch_size=SIZE, fisher="empirical"
     )
     metric = kfac(model, x).operator(damping=0.1, factored=True)
-    return eb.EmpiricalNTK(model, metric=metric, block_size=SIZE)(x, x[:5])
+    return eb.EmpiricalNTK(model, metric=metric, block_size=SIZE)(x, x[:4])
 
 
 def projected(model, x):

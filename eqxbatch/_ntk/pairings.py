@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
+from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import is_complex, num_bytes, widened
 from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
 from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
@@ -91,6 +92,24 @@ def _are_plain(rows: list) -> bool:
     """Whether these are numeric arrays that are not explicitly sharded."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return not any(map(is_key, rows)) and explicit_mesh(rows) is None
+
+
+def _symmetrised(kernels: PyTree[Array], mirror: Mirror) -> PyTree[Array]:
+    """The mean of kernels and their mirror images.
+
+    XLA would compute a mirror image of products as products of its own, with other
+    rounding. It does not look through a barrier or, for CPUs, through a condition.
+    """
+    leaves, treedef = jtu.tree_flatten(lax.optimization_barrier(kernels))
+    if not all(x.size for x in leaves):
+        return kernels
+
+    def mean(*leaves: Array) -> list[Array]:
+        mirrored = jtu.tree_leaves(mirror(treedef.unflatten(leaves)))
+        return [(x + y) / 2 for x, y in safe_zip(leaves, mirrored)]
+
+    always = opaque_true(leaves[0][(0,) * leaves[0].ndim])
+    return treedef.unflatten(in_opaque_branch(mean, always)(*leaves))
 
 
 def _arrays(factors: list[Factor | None]) -> list:
@@ -435,9 +454,7 @@ class AbstractPairing(abc.ABC):
             name: axes.arranged(kernels[name]) for name, axes in self.axes.items()
         }
         if mirror is not None:
-            arranged = jtu.tree_map(
-                lambda x, y: (x + y) / 2, arranged, mirror(arranged)
-            )
+            arranged = _symmetrised(arranged, mirror)
         return {name: x.astype(self.axes[name].dtype) for name, x in arranged.items()}
 
     @property
