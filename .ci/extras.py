@@ -192,7 +192,8 @@ def check_docs() -> None:
     ]
     # Doctests and signatures are not parsed.
     import_all(block for block in blocks if re.search(r"^(import|from) ", block, re.M))
-    import_all(read((ROOT / "docs").rglob("*.py")))
+    scripts = [*(ROOT / "docs").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    import_all(read(scripts))
     config = importlib.import_module("mkdocs.config")
     config.load_config(str(ROOT / "mkdocs.yml"))
     run_tools("mkdocs", "ruff")
