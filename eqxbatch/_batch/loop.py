@@ -54,7 +54,7 @@ from .batch import (
     remainder_block,
     split_parts,
 )
-from .passes import current_passes, of_passes, Passes
+from .passes import current_passes, of_passes
 
 
 if TYPE_CHECKING:
@@ -419,21 +419,7 @@ def run_blocks(
     batch is one of several, this is one of the `Passes` over them.
     """
     passes = current_passes()
-    with of_passes(None):  # Loops within `fun` are no passes.
-        run = functools.partial(_run_blocks, passes=passes)
-        return run(fun, arrays, axes, blocks, make_slots, limit, checkpoint)
 
-
-def _run_blocks(
-    fun: MicrobatchFunction,
-    arrays: list,
-    axes: tuple[int, ...],
-    blocks: Blocks,
-    make_slots: Callable[[PyTree, Any], Slots],
-    limit: Any,
-    checkpoint: bool,
-    passes: Passes | None,
-) -> PyTree:
     def structs(size: int) -> tuple[list, int, jax.ShapeDtypeStruct | None]:
         pairs = safe_zip(arrays, axes)
         rows = [block_struct(x, axis, size) for x, axis in pairs]
@@ -442,7 +428,8 @@ def _run_blocks(
         return rows, size, shares
 
     def trace(size: int) -> tuple[Any, PyTree, Any]:
-        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
+        with of_passes(None):  # Loops within `fun` are no passes.
+            jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
         output, aux = eqx.combine(struct, static)
         return jaxpr, output, aux
 

@@ -413,9 +413,10 @@ class InMetric:
             assert layout is not None
             leaves.append(jax.ShapeDtypeStruct(layout.sizes, d.dtype))
             for use, (a, d) in safe_zip(self._uses[number], pairs):
-                has_tokens = use.site.rule.token is not None
-                make = _token_rule if has_tokens else _product_rule
-                rule = make(a.shape[0], layout.sizes, use.is_swapped)
+                if use.site.rule.token is not None:
+                    rule = _token_rule(a.shape[0], layout.sizes)
+                else:
+                    rule = _product_rule(a.shape[0], layout.sizes, use.is_swapped)
                 view = leaf_view(number, leaves[-1])
                 sites.append(Site(view, rule, len(cotangents), len(operands), False))
                 operands.append(a)
@@ -448,9 +449,8 @@ def _product_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
     return Rule("metric", op, None, of_a, of_d, axes, sizes, key=f"{sizes}{is_swapped}")
 
 
-def _token_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
+def _token_rule(num: int, shape: tuple[int, ...]) -> Rule:
     """A matrix whose columns are looked up at several positions."""
-    del is_swapped
     axes = ("batch", "rows", "columns")
     op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
     sizes = {"position": num, **dict(safe_zip(axes, shape))}
