@@ -30,26 +30,28 @@ def seconds(fun: Callable, *args: Any, rounds: int) -> float:
     return statistics.median(timed(program) for _ in range(rounds))
 
 
-def flops_per_second(rounds: int) -> dict[str, float]:
+def flops_per_second(is_cpu: bool, rounds: int) -> dict[str, float]:
     """The rates of contractions of factors of some examples, in FLOPs per second."""
     found = {}
-    for width in (64, 256):
-        a, d = (jr.normal(jr.key(i), (256, width)) for i in range(2))
+    # An accelerator is only busy with large ones.
+    num, widths = (256, (64, 256)) if is_cpu else (8192, (1024, 4096))
+    for width in widths:
+        a, d = (jr.normal(jr.key(i), (num, width)) for i in range(2))
         # Gram matrices, multiplied, as for a dense layer in a kernel.
         gram = lambda a, d: jnp.sum((a @ a.T) * (d @ d.T), axis=1)
         # The sum of the gradients of all examples.
         weighted = lambda a, d: a.T @ d
-        flops = 2 * 2 * 256 * 256 * width
+        flops = 2 * 2 * num * num * width
         found[f"Gram matrices of {width}"] = flops / seconds(gram, a, d, rounds=rounds)
-        flops = 2 * 256 * width * width
+        flops = 2 * num * width * width
         time = seconds(weighted, a, d, rounds=rounds)
         found[f"gradients of {width} by {width}"] = flops / time
     return found
 
 
-def bytes_per_second(rounds: int) -> float:
+def bytes_per_second(is_cpu: bool, rounds: int) -> float:
     """The rate of reading and writing per-example gradients, in bytes per second."""
-    x = jr.normal(jr.key(0), (256, 128, 512))
+    x = jr.normal(jr.key(0), (256 if is_cpu else 4096, 128, 512))
     return 2 * 4 * x.size / seconds(lambda x: 2 * x, x, rounds=rounds)
 
 
@@ -73,9 +75,38 @@ def grouped_convolution(rounds: int) -> float:
     return slow / seconds(product, patches, flat, rounds=rounds)
 
 
+def from_host(width: int, rounds: int) -> float:
+    """Reading kept factors from the host's memory, over the time to compute them again.
+
+    The factors are inputs of four dense layers and the derivatives by their outputs, of
+    1,024 examples.
+    """
+    device = jax.devices()[0]
+    x = jr.normal(jr.key(0), (1024, width))
+    weights = [jr.normal(jr.key(i), (width, width)) / width**0.5 for i in range(4)]
+
+    def factors(x: jax.Array, *weights: jax.Array) -> tuple[list, list]:
+        def outputs(shifts: list) -> tuple[jax.Array, list]:
+            y, inputs = x, []
+            for weight, shift in zip(weights, shifts, strict=True):
+                inputs.append(y)
+                y = jnp.tanh(y @ weight + shift)
+            return jnp.sum(y), inputs
+
+        shifts = [jnp.zeros_like(x)] * len(weights)
+        return jax.grad(outputs, has_aux=True)(shifts)
+
+    again = seconds(factors, x, *weights, rounds=rounds)
+    of = lambda kind: jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    kept = jax.device_put([x] * 2 * len(weights), of("pinned_host"))
+    read = lambda *kept: jax.device_put(kept, of("device"))
+    return seconds(read, *kept, rounds=rounds) / again
+
+
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     rounds = 5 if quick else 25
-    flops, moved = flops_per_second(rounds), bytes_per_second(rounds)
+    is_cpu = jax.default_backend() == "cpu"
+    flops, moved = (f(is_cpu, rounds) for f in (flops_per_second, bytes_per_second))
     rate = statistics.median(flops.values())
     found = {
         "flops_per_byte": rate / moved,
@@ -86,6 +117,13 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     lines += [f"| `{name}` | {x:.1f} | {used[name]:.1f} |" for name, x in found.items()]
     lines += ["", "| contraction | of the rate of the median |", "|---|---:|"]
     lines += [f"| {name} | {x / rate:.2f} |" for name, x in flops.items()]
+    # The memory of a CPU is the host's.
+    widths = () if is_cpu else (256, 1024, 4096)
+    hosts = {width: from_host(width, rounds) for width in widths}
+    if hosts:
+        lines += ["", "| width | factors from the host, over computed again |"]
+        lines += ["|---:|---:|"]
+        lines += [f"| {width} | {x:.1f} |" for width, x in hosts.items()]
     # Only orders of magnitude matter.
     bars = [
         Bar(f"{name}: from what is used", max(x / used[name], used[name] / x), 10, True)
@@ -93,5 +131,6 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     ]
     where = harness.machine()
     figures = {"machine": where, "found": found, "used": used, "flops": flops}
+    figures["from_host"] = hosts
     figures["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
     return figures, "\n".join([*lines, "", harness.describe(where)]), bars
