@@ -1002,10 +1002,7 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         return _Exponentials(shift, total, lost, value.dtype)
 
     def update(
-        self,
-        state: _Exponentials,
-        value: _LogTotal | Shaped[Array, "*r"],
-        block: Block,
+        self, state: _Exponentials, value: _LogTotal | Shaped[Array, "*r"], block: Block
     ) -> _Exponentials:
         x = widened(self._whole(value).log_total)
         size = lax.stop_gradient(x.real)

@@ -634,8 +634,7 @@ class _Run(eqx.Module):
         """The types of the values of a full microbatch."""
         first = full_block(self.blocks, 0)
         return jax.eval_shape(
-            lambda outs: [slot.value(outs, first) for slot in self.slots],
-            self.outs,
+            lambda outs: [slot.value(outs, first) for slot in self.slots], self.outs
         )
 
     def results(self) -> list[PyTree]:

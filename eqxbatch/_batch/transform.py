@@ -345,10 +345,7 @@ def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     `equinox.filter_jit` binds arguments by signature and needs to find it there.
     """
     parameters = [*signature.parameters.values()]
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
         return signature
     first, *rest = parameters

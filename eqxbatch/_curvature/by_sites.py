@@ -156,10 +156,7 @@ class AbstractSiteMatrix(abc.ABC):
     counts_cancelled: bool = False
 
     def __init__(
-        self,
-        program: Program,
-        contracted: Program,
-        requested: RequestedBlocks,
+        self, program: Program, contracted: Program, requested: RequestedBlocks
     ):
         self.program, self.contracted = program, contracted
         self.leaves, self.requested = program.leaves, requested

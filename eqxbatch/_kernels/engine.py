@@ -469,10 +469,7 @@ def check_closed_over(kernel: AbstractBlockKernel) -> None:
 
 
 def on_devices(
-    run: Callable[[Any], Any],
-    operands: PyTree,
-    mesh_axis: MeshAxis,
-    out_specs: Any,
+    run: Callable[[Any], Any], operands: PyTree, mesh_axis: MeshAxis, out_specs: Any
 ) -> Any:
     """The results of `run(operands)` on each device."""
     dynamic, static = eqx.partition(operands, eqx.is_array)

@@ -815,10 +815,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         return self._in_blocks(average)(x1, x2, key=key, **kwargs)
 
     def _run(
-        self,
-        moments: Moments,
-        counts: list[int],
-        previous: MonteCarloEstimate | None,
+        self, moments: Moments, counts: list[int], previous: MonteCarloEstimate | None
     ) -> Iterator[MonteCarloEstimate]:
         num = 0
         if previous is not None:

@@ -686,7 +686,7 @@ def choose_pairing(
             *(
                 choose_formed(sides[0], sides[-1], which, grid)
                 for which, _ in enumerate(ntk)
-            ),
+            )
         )
         for side in made.values():
             side.form(formed)
