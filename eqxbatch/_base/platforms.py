@@ -113,14 +113,19 @@ def platform(arrays: Sequence[Any] = ()) -> Platform:
     return _PLATFORMS.get(name, GPU)
 
 
-@contextlib.contextmanager
-def for_platform(chosen: Platform) -> Iterator[None]:
+def for_platform(chosen: Platform) -> contextlib.AbstractContextManager:
     """A context in which programs are for a platform, whatever devices there are."""
-    token = _CHOSEN.set(chosen)
+    return assigned(_CHOSEN, chosen)
+
+
+@contextlib.contextmanager
+def assigned(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """A context in which a variable has a value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _CHOSEN.reset(token)
+        variable.reset(token)
 
 
 _PRECISIONS = (lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST)
@@ -194,12 +199,9 @@ def _precisions(closed: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _with_precision(name: str) -> Iterator[None]:
-    token = _INSIDE.set((name, user_precision()))
-    try:
-        with jax.default_matmul_precision(name):
-            yield
-    finally:
-        _INSIDE.reset(token)
+    inside = name, user_precision()
+    with assigned(_INSIDE, inside), jax.default_matmul_precision(name):
+        yield
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -32,7 +32,7 @@ from .._base.jaxprs import (
     with_arrays,
 )
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
-from .._base.platforms import after_loop, evaluate_in_loop
+from .._base.platforms import after_loop, assigned, evaluate_in_loop
 from .._base.trees import described, safe_zip
 from .accumulators import (
     AbstractAccumulator,
@@ -1087,11 +1087,6 @@ def current_passes() -> Passes | None:
     return _CURRENT.get()
 
 
-@contextlib.contextmanager
-def of_passes(passes: Passes | None) -> Iterator[None]:
+def of_passes(passes: Passes | None) -> contextlib.AbstractContextManager:
     """A context in which each `run_blocks` is one of these passes."""
-    token = _CURRENT.set(passes)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return assigned(_CURRENT, passes)
