@@ -370,11 +370,7 @@ class Blocks(eqx.Module):
 
     def __check_init__(self) -> None:
         for name in ("size", "parts"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` of `Blocks` must be at least 1; got "
-                    f"{getattr(self, name)}."
-                )
+            check_at_least(f"{name}` of `Blocks", getattr(self, name), 1)
 
     @property
     def num_full(self) -> int:

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._base.checks import check_at_least
 from .._base.jaxprs import array_structs, evaluate_jaxpr, is_struct
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
 from .._base.trees import safe_zip
@@ -165,11 +166,9 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         return run_compiled(self, *args, **kwargs)
 
     def __check_init__(self) -> None:
-        if self.axis_size is not None and self.axis_size < 0:
-            raise ValueError(
-                f"`axis_size` must be at least 0; got {self.axis_size}. It is the "
-                "number of examples."
-            )
+        if self.axis_size is not None:
+            remedy = "It is the number of examples."
+            check_at_least("axis_size", self.axis_size, 0, remedy)
         if self.vmap_fn is jax.pmap:
             raise ValueError(
                 "`vmap_fn` must map over examples; got `jax.pmap`, which maps over "
