@@ -538,7 +538,7 @@ def no_arrays_remedy(x: Any) -> str:
     return ""
 
 
-def check_not_jitted(fun: Any) -> None:
+def check_unjitted(fun: Any) -> None:
     """Raises for `jax.jit(module)`, which JAX cannot call: it has no hash."""
     module = hidden_module(fun)
     if module is None or module is fun or not hasattr(fun, "lower"):

@@ -55,7 +55,7 @@ def accumulation_dtype(
                 f"{name}(dtype={requested}) needs 64-bit mode, which is off. Set "
                 "`jax.config.update('jax_enable_x64', True)`, or ask for 32 bits."
             )
-        check_holds(name, requested, dtype, "that `fun` returned")
+        check_fits(name, requested, dtype, "that `fun` returned")
         dtype = requested
     elif dtype in (jnp.bfloat16, jnp.float16):
         dtype = jnp.dtype(jnp.float32)
@@ -67,7 +67,7 @@ def accumulation_dtype(
     return dtype
 
 
-def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
+def check_fits(name: str, requested: Any, dtype: Any, what: str) -> None:
     """Raises `TypeError` if a requested dtype cannot hold numbers of `dtype`."""
     kinds = {
         "the imaginary part": (jnp.complexfloating, (jnp.complexfloating,)),
@@ -287,7 +287,7 @@ def num_bytes(tree: PyTree) -> int:
 _MOST_GROUPS = 8
 
 
-def consecutive_groups(sizes: list[int], least: int) -> list[list[int]]:
+def size_groups(sizes: list[int], least: int) -> list[list[int]]:
     """Groups of consecutive sizes, each about an eighth of the total, or `least`."""
     most = max(sum(sizes) // _MOST_GROUPS, least)
     groups: list[list[int]] = []

@@ -392,7 +392,7 @@ def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     return [*map(is_dependent, jaxpr.outvars)]
 
 
-def evaluate_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
+def run_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
     """Evaluates a jaxpr unchanged."""
     return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*args)
 
@@ -450,7 +450,7 @@ def run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
                 ins[var] = None
         made.update(eqn.outvars)
     part = jaxpr.replace(constvars=[], invars=list(ins), outvars=outs, eqns=list(eqns))
-    return evaluate_jaxpr(part, [], [values[v] for v in ins])
+    return run_jaxpr(part, [], [values[v] for v in ins])
 
 
 def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
@@ -677,7 +677,7 @@ class TracedFunction:
     def one(self, leaves: list, rows: Sequence[Array]) -> list[Array]:
         """The arrays that it returns for one example."""
         consts = list(self.closed.consts)
-        return evaluate_jaxpr(self.closed.jaxpr, consts, [*leaves, *rows])
+        return run_jaxpr(self.closed.jaxpr, consts, [*leaves, *rows])
 
     def many(self, leaves: list, rows: list) -> list[Array]:
         """The arrays for some examples, along axis 0."""

@@ -104,7 +104,7 @@ def vary_as(arrays: list[Array], tree: PyTree[Array]) -> PyTree[Array]:
     return jtu.tree_map(lambda x: vary(x, names), tree)
 
 
-def sum_varying(x: Array, names: frozenset) -> Array:
+def sum_except(x: Array, names: frozenset) -> Array:
     """The sum of `x` over the mesh axes that it varies over, other than `names`."""
     missing = varying(jax.typeof(x)) - names
     return lax.psum(x, tuple(missing)) if missing else x

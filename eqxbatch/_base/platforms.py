@@ -28,11 +28,11 @@ from .jaxprs import (
     as_remat,
     callee,
     equations_in,
-    evaluate_jaxpr,
     evaluate_with,
     is_remat,
     name_of,
     parameters,
+    run_jaxpr,
     vary,
     varying,
 )
@@ -484,7 +484,7 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     """
     # Effects, such as a debug print, belong to the whole jaxpr, so it is not split.
     if jaxpr.effects or not _has_convolution(jaxpr):
-        return evaluate_jaxpr(jaxpr, consts, args)
+        return run_jaxpr(jaxpr, consts, args)
 
     def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
         if _is_convolution(eqn) and not _is_narrow(eqn):

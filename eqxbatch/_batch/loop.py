@@ -24,13 +24,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.checks import check_types, match_prefix
-from .._base.jaxprs import (
-    array_structs,
-    axis_names,
-    evaluate_jaxpr,
-    is_struct,
-    with_arrays,
-)
+from .._base.jaxprs import array_structs, axis_names, is_struct, run_jaxpr, with_arrays
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
 from .._base.platforms import after_loop, assigned, evaluate_in_loop
 from .._base.trees import described, safe_zip
@@ -455,7 +449,7 @@ def run_blocks(
     outs = array_structs(output)
     if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
         # Not all versions of JAX include the sharding of the arrays in these shapes.
-        evaluate = functools.partial(evaluate_jaxpr, full.jaxpr, full.consts)
+        evaluate = functools.partial(run_jaxpr, full.jaxpr, full.consts)
         outs = jax.eval_shape(evaluate, array_structs(structs(blocks.size)))
 
     if passes is not None:
@@ -778,7 +772,7 @@ class _Run(eqx.Module):
                 arrays.append(block.shares())
             # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
-            evaluate = evaluate_in_loop if is_inside else evaluate_jaxpr
+            evaluate = evaluate_in_loop if is_inside else run_jaxpr
             outs = [_as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
             return [slot.value(outs, block) for slot in self.slots]
 

@@ -30,12 +30,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Integer, PyTree
 
-from .._base.checks import (
-    bound_arguments,
-    check_callable,
-    check_not_jitted,
-    check_types,
-)
+from .._base.checks import bound_arguments, check_callable, check_types, check_unjitted
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.platforms import compiled, number_types
 from .._base.trees import shown
@@ -477,7 +472,7 @@ def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
             arguments.pop(first.name, None)
             return functools.partial(make, **arguments)
         # Before Equinox warns of it.
-        check_not_jitted(fun)
+        check_unjitted(fun)
         return eqx.module_update_wrapper(cls(**arguments))
 
     # Settings of the class itself come before those of its bases. A decorator takes

@@ -43,14 +43,14 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._base.dtypes import common_dtype, consecutive_groups, num_bytes, widened
+from .._base.dtypes import common_dtype, num_bytes, size_groups, widened
 from .._base.jaxprs import (
     callee,
     depends,
-    evaluate_jaxpr,
     full_varying_as,
     LINEAR_IN_ALL,
     name_of,
+    run_jaxpr,
     varying,
     with_trait,
 )
@@ -266,7 +266,7 @@ class AbstractSiteMatrix(abc.ABC):
         if sum(sizes) <= platform().factor_bytes:
             return [self._sum(pairs, factors, values) for pairs in self.groups]
         blocks: list[Array] = []
-        for group in consecutive_groups(sizes, least=0):
+        for group in size_groups(sizes, least=0):
             run = lambda group=group: [
                 self._sum(self.groups[i], factors, values) for i in group
             ]
@@ -555,7 +555,7 @@ class SiteHessian(AbstractSiteMatrix):
 
         def run(point: list) -> list:
             args = [*point, *self.leaves, *rows, seed]
-            return evaluate_jaxpr(closed.jaxpr, list(closed.consts), args)
+            return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
         outs, changes = run(point), dict[tuple[int, int], Array]()
         for push in self.pushes:

@@ -34,7 +34,7 @@ from .._base.jaxprs import (
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.mesh import error_if, sum_varying
+from .._base.mesh import error_if, sum_except
 from .._base.platforms import platform, products_of, unstack
 from .._base.trees import described, log, safe_zip, shown
 from .._batch.batch import MemoryBudget
@@ -683,7 +683,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         with products_of(program.closed):
             sums, aux = self.total(fun, program, blocks.sums, curvature.aux)
         sums = [
-            sum_varying(x, varying(jax.typeof(leaves[pairs[0][0]])))
+            sum_except(x, varying(jax.typeof(leaves[pairs[0][0]])))
             for pairs, x in safe_zip(blocks.groups, sums)
         ]
         matrix = arranged(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
 from .._base.dtypes import common_dtype, num_bytes, widened
 from .._base.jaxprs import varying
-from .._base.mesh import is_on_mesh, sum_varying, vary_as
+from .._base.mesh import is_on_mesh, sum_except, vary_as
 from .._base.platforms import exact_products, platform, products_of
 from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
@@ -325,7 +325,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
                 of_all, _ = self.total(fun, traced, of_rows, curvature.aux)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
-            of_all = [sum_varying(x, mesh_axes) for x in of_all]
+            of_all = [sum_except(x, mesh_axes) for x in of_all]
             return jtu.tree_unflatten(treedefs[0], of_all)
 
         of_parts = totals(

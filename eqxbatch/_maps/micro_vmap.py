@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least
-from .._base.jaxprs import array_structs, evaluate_jaxpr, is_struct
+from .._base.jaxprs import array_structs, is_struct, run_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat, Last, LogSumExp, Max, Mean, Min, Sum
@@ -288,7 +288,7 @@ def _of_one(
     treedef = jtu.tree_structure(structs)
 
     def run(row: list) -> tuple[list, list]:
-        outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), row)
+        outs = run_jaxpr(closed.jaxpr, list(closed.consts), row)
         return jtu.tree_unflatten(treedef, outs)
 
     if structs[1] and rows:

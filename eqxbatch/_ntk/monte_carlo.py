@@ -18,7 +18,7 @@ from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
 from .._base.checks import as_int, check_callable, check_equal, no_arrays_remedy
 from .._base.dtypes import accumulation_dtype
-from .._base.jaxprs import evaluate_jaxpr
+from .._base.jaxprs import run_jaxpr
 from .._base.mesh import gathered, is_explicit
 from .._base.platforms import compiled, in_opaque_branch, opaque_true
 from .._base.trees import described, safe_zip, shown, type_of
@@ -222,7 +222,7 @@ class Average(eqx.Module):
         # one of the keys is batched.
         key = jr.fold_in(self.key, index)
         closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
-        evaluate = functools.partial(evaluate_jaxpr, closed.jaxpr, closed.consts)
+        evaluate = functools.partial(run_jaxpr, closed.jaxpr, closed.consts)
         # Keys and weakly typed numbers cannot be passed through a condition.
         avals: list[Any] = list(closed.out_avals)
         is_random = [

@@ -24,8 +24,8 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 
 from .._base.dtypes import is_complex, num_bytes, widened
 from .._base.jaxprs import (
-    evaluate_jaxpr,
     full_varying_as,
+    run_jaxpr,
     TracedFunction,
     vary,
     varying,
@@ -593,7 +593,7 @@ class Products(AbstractPairing):
         def push(arrays: list, tangents: list) -> Array:
             _, jaxpr = self._residuals.out
             # A derivative that is zero everywhere is a NumPy constant.
-            return jnp.asarray(evaluate_jaxpr(jaxpr, arrays, tangents)[output.index])
+            return jnp.asarray(run_jaxpr(jaxpr, arrays, tangents)[output.index])
 
         along = jax.vmap(push, (None, 0))
         if output.pairs_examples:

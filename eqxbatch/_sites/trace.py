@@ -31,7 +31,6 @@ from .._base.jaxprs import (
     as_remat,
     callee,
     CUSTOM,
-    evaluate_jaxpr,
     evaluate_with,
     full_varying_as,
     IDENTITIES,
@@ -42,6 +41,7 @@ from .._base.jaxprs import (
     live_variables,
     name_of,
     run_equation,
+    run_jaxpr,
     scan_sizes,
     source_line,
     SUMS,
@@ -230,7 +230,7 @@ class Program:
                 leaves[leaf] = leaves[leaf] + perturbations.pop()
         args = [*leaves, *example]
         if self.jaxpr.effects:
-            return evaluate_jaxpr(self.jaxpr, self._consts, args), [], of_leaves
+            return run_jaxpr(self.jaxpr, self._consts, args), [], of_leaves
         outs, operands, perturbed = self._plan.run(args, perturbations)
         return outs, operands, perturbed + of_leaves
 

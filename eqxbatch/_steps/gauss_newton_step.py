@@ -36,7 +36,6 @@ from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.accumulators import (
     check_adds,
     check_real,
-    check_weights,
     Concat,
     Mean,
     Sum,
@@ -1062,8 +1061,7 @@ def _weights_of_term(
     total, name = term.batch.total(), type(accumulator).__name__
     weights = jnp.ones(total, dtype)
     if accumulator.weights is not None:
-        check_weights(name, accumulator.weights, Blocks(total, max(total, 1)))
-        check_real(name, accumulator.weights)
+        check_real(name, accumulator.weights, Blocks(total, max(total, 1)))
         weights = accumulator.weights.astype(dtype)
     if isinstance(accumulator, Mean):
         weights = shares(weights)
