@@ -55,7 +55,7 @@ def accumulation_dtype(
                 f"{name}(dtype={requested}) needs 64-bit mode, which is off. Set "
                 "`jax.config.update('jax_enable_x64', True)`, or ask for 32 bits."
             )
-        check_holds(name, requested, dtype, "that `fun` returned")
+        check_fits(name, requested, dtype, "that `fun` returned")
         dtype = requested
     elif dtype in (jnp.bfloat16, jnp.float16):
         dtype = jnp.dtype(jnp.float32)
@@ -67,7 +67,7 @@ def accumulation_dtype(
     return dtype
 
 
-def check_holds(name: str, requested: Any, dtype: Any, what: str) -> None:
+def check_fits(name: str, requested: Any, dtype: Any, what: str) -> None:
     """Raises `TypeError` if a requested dtype cannot hold numbers of `dtype`."""
     kinds = {
         "the imaginary part": (jnp.complexfloating, (jnp.complexfloating,)),
@@ -282,6 +282,21 @@ def _normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
 def num_bytes(tree: PyTree) -> int:
     """The number of bytes of some arrays or structs."""
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
+
+
+_MOST_GROUPS = 8
+
+
+def size_groups(sizes: list[int], least: int) -> list[list[int]]:
+    """Groups of consecutive sizes, each about an eighth of the total, or `least`."""
+    most = max(sum(sizes) // _MOST_GROUPS, least)
+    groups: list[list[int]] = []
+    for i, size in enumerate(sizes):
+        if groups and sum(sizes[k] for k in groups[-1]) + size <= most:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def is_inexact(x: Any) -> bool:

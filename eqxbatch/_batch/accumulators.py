@@ -20,13 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import as_jax, check_exclusive, check_fields
-from .._base.dtypes import (
-    accumulation_dtype,
-    check_holds,
-    common_dtype,
-    widened,
-    widest,
-)
+from .._base.dtypes import accumulation_dtype, check_fits, common_dtype, widened, widest
 from .._base.mesh import spec_of, with_type_of
 from .batch import are_split, Batch, Block, Blocks, full_block, merge_parts, split_parts
 
@@ -784,7 +778,7 @@ def _weighted_dtype(
 ) -> Any:
     """The dtype to add weighted results in; `dtype` is the one without weights."""
     if requested is not None:
-        check_holds(name, dtype, weights.dtype, "of `weights`")
+        check_fits(name, dtype, weights.dtype, "of `weights`")
         return dtype
     if jnp.issubdtype(dtype, jnp.inexact) and _holds(dtype, weights.dtype):
         return dtype
@@ -826,7 +820,9 @@ def check_weights(name: str, weights: Any, blocks: Blocks | Block) -> None:
         )
 
 
-def check_real(name: str, weights: Any) -> None:
+def check_real(name: str, weights: Any, blocks: Blocks | Block) -> None:
+    """Like `check_weights`, for weights that may not be complex."""
+    check_weights(name, weights, blocks)
     if weights is not None and not any(
         jnp.issubdtype(weights.dtype, kind)
         for kind in (jnp.floating, jnp.integer, jnp.bool_)
@@ -863,8 +859,7 @@ def rows_and_weights(
     name: str, weights: Array | None, batch: Batch, blocks: Blocks
 ) -> _Weighted:
     """The rows of a batch and the weights of an accumulator of this name."""
-    check_weights(name, weights, blocks)
-    check_real(name, weights)
+    check_real(name, weights, blocks)
     return with_weights(batch.arrays, batch.axes, weights)
 
 
@@ -884,8 +879,7 @@ def _sum_of_rows(values: Array, weights: Array | None, block: Block) -> Array:
 def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
     if weights is None:
         return block.num_new
-    check_weights("Mean", weights, block)
-    check_real("Mean", weights)
+    check_real("Mean", weights, block)
     return jnp.sum(block.new(block.take(weights).astype(widest(dtype))))
 
 
@@ -1002,10 +996,7 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         return _Exponentials(shift, total, lost, value.dtype)
 
     def update(
-        self,
-        state: _Exponentials,
-        value: _LogTotal | Shaped[Array, "*r"],
-        block: Block,
+        self, state: _Exponentials, value: _LogTotal | Shaped[Array, "*r"], block: Block
     ) -> _Exponentials:
         x = widened(self._whole(value).log_total)
         size = lax.stop_gradient(x.real)

@@ -30,20 +30,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Integer, PyTree
 
-from .._base.checks import (
-    bound_arguments,
-    check_callable,
-    check_not_jitted,
-    check_types,
-)
-from .._base.jaxprs import compiled, number_types
+from .._base.checks import bound_arguments, check_callable, check_types, check_unjitted
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
+from .._base.platforms import compiled, number_types
 from .._base.trees import shown
 from .accumulators import Last
-from .batch import Batch, Blocks
-from .loop import MicrobatchFunction, run_blocks, Slots
-from .memory import as_microbatch_size, resolve_size, resolved, Size
-from .passes import current_passes, of_passes
+from .batch import as_microbatch_size, Batch, Blocks, resolve_size, resolved, Size
+from .loop import current_passes, MicrobatchFunction, of_passes, run_blocks, Slots
 
 
 P = ParamSpec("P")
@@ -347,10 +340,7 @@ def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     `equinox.filter_jit` binds arguments by signature and needs to find it there.
     """
     parameters = [*signature.parameters.values()]
-    kinds = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
         return signature
     first, *rest = parameters
@@ -482,7 +472,7 @@ def also_decorator(name: str, cls: Any, plain: Any = None) -> Any:
             arguments.pop(first.name, None)
             return functools.partial(make, **arguments)
         # Before Equinox warns of it.
-        check_not_jitted(fun)
+        check_unjitted(fun)
         return eqx.module_update_wrapper(cls(**arguments))
 
     # Settings of the class itself come before those of its bases. A decorator takes

@@ -24,20 +24,21 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive, warn_user
-from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
+from .._base.dtypes import as_complex, as_real, common_dtype, is_complex, size_groups
 from .._base.jaxprs import (
     Derivative,
     derivative_of,
+    is_struct,
     TracedFunction,
     without_forward_mode,
     without_reverse_mode,
 )
 from .._base.mesh import vary_as
-from .._base.trees import consecutive_groups, described, is_struct, log, safe_zip
+from .._base.trees import described, log, safe_zip
 from .._batch.accumulators import Concat
+from .._batch.batch import as_block_size, MemoryBudget, Size
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import accumulated, match_accumulators, Rows, run_blocks, Slots
-from .._batch.memory import as_block_size, MemoryBudget, Size
 from .._batch.transform import (
     AbstractAutoSharded,
     AbstractMicrobatched,
@@ -85,7 +86,7 @@ def product_blocks(
     result: dict[Pair, Array] = {}
     done: list[int] = []
     # Columns of small leaves are computed together.
-    for numbers in consecutive_groups([leaves[i].size for i in order], LEAST_COLUMNS):
+    for numbers in size_groups([leaves[i].size for i in order], LEAST_COLUMNS):
         group = [order[i] for i in numbers]
         # For each pair, the leaf of the columns and the other one.
         pairs: dict[Pair, tuple[int, int]] = {}
@@ -222,7 +223,7 @@ def by_columns(
     the leaf.
     """
     result: list[list[Array]] = [[] for _ in structs]
-    for group in consecutive_groups([x.size for x in leaves], LEAST_COLUMNS):
+    for group in size_groups([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
         outputs = lambda changed, group=group: values(replaced(leaves, group, changed))
         blocks = images(jax.linearize(outputs, point)[1], point, size, -1)
@@ -258,7 +259,7 @@ def _pulled_back(
 ) -> list[list[Array]]:
     """Like `by_rows`, for outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
-    for group in consecutive_groups([x.size for x in structs], LEAST_COLUMNS):
+    for group in size_groups([x.size for x in structs], LEAST_COLUMNS):
         outputs = lambda leaves, group=group: [values(leaves)[i] for i in group]
         outs, pull = jax.vjp(outputs, leaves)
         pulled = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
-from .._base.mesh import spec_of, sum_varying, vary_as, varying
+from .._base.jaxprs import varying
+from .._base.mesh import spec_of, sum_except, vary_as
 from .._base.trees import safe_zip, shown
 from .._batch.derivative import like_parameters, Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -55,7 +56,7 @@ class AbstractProduct(AbstractSecondOrder):
         totals, aux = self.total(loss, curvature.program, products, curvature.aux)
         leaves, treedef = jtu.tree_flatten(loss.diff)
         totals = [
-            sum_varying(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
+            sum_except(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
             for x, leaf in safe_zip(totals, leaves)
         ]
         product = jtu.tree_unflatten(treedef, totals)

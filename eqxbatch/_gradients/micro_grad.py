@@ -23,15 +23,9 @@ from .._base.checks import (
     check_types,
 )
 from .._base.dtypes import widened, widest
-from .._base.mesh import (
-    auto_sharded,
-    examples_spec,
-    explicit_mesh,
-    spec_of,
-    sum_varying,
-    varying,
-)
-from .._base.trees import array_structs, is_struct, safe_zip, shown
+from .._base.jaxprs import array_structs, is_struct, varying
+from .._base.mesh import auto_sharded, examples_spec, explicit_mesh, spec_of, sum_except
+from .._base.trees import safe_zip, shown
 from .._batch.accumulators import (
     Concat,
     is_running,
@@ -335,7 +329,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         results = {**of_whole, **of_each}
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
-                lambda x, d: sum_varying(d.astype(x.dtype), varying(jax.typeof(x))),
+                lambda x, d: sum_except(d.astype(x.dtype), varying(jax.typeof(x))),
                 diff,
                 results["gradient"],
             )

@@ -20,11 +20,11 @@ from jax.sharding import get_abstract_mesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from .._base.checks import check_types
-from .._base.cpu import materialised
+from .._base.checks import check_types, match_prefix
+from .._base.jaxprs import constants
 from .._base.mesh import is_explicit, on_mesh_around, replicated, with_type_of
-from .._base.primitives import constants
-from .._base.trees import match_prefix, safe_zip, shown
+from .._base.platforms import materialised
+from .._base.trees import safe_zip, shown
 from .._batch.batch import Block
 from .._batch.loop import Rows, types_of
 from .kernel import AbstractBlockKernel, balanced, Grid, KernelLeaf, SAMPLE, Tile
@@ -469,10 +469,7 @@ def check_closed_over(kernel: AbstractBlockKernel) -> None:
 
 
 def on_devices(
-    run: Callable[[Any], Any],
-    operands: PyTree,
-    mesh_axis: MeshAxis,
-    out_specs: Any,
+    run: Callable[[Any], Any], operands: PyTree, mesh_axis: MeshAxis, out_specs: Any
 ) -> Any:
     """The results of `run(operands)` on each device."""
     dynamic, static = eqx.partition(operands, eqx.is_array)

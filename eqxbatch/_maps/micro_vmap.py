@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.jaxprs import evaluate_jaxpr
+from .._base.checks import check_at_least
+from .._base.jaxprs import array_structs, is_struct, run_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
-from .._base.trees import array_structs, is_struct, safe_zip
+from .._base.trees import safe_zip
 from .._batch.accumulators import Concat, Last, LogSumExp, Max, Mean, Min, Sum
 from .._batch.batch import (
     Batch,
@@ -165,11 +166,9 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         return run_compiled(self, *args, **kwargs)
 
     def __check_init__(self) -> None:
-        if self.axis_size is not None and self.axis_size < 0:
-            raise ValueError(
-                f"`axis_size` must be at least 0; got {self.axis_size}. It is the "
-                "number of examples."
-            )
+        if self.axis_size is not None:
+            remedy = "It is the number of examples."
+            check_at_least("axis_size", self.axis_size, 0, remedy)
         if self.vmap_fn is jax.pmap:
             raise ValueError(
                 "`vmap_fn` must map over examples; got `jax.pmap`, which maps over "
@@ -289,7 +288,7 @@ def _of_one(
     treedef = jtu.tree_structure(structs)
 
     def run(row: list) -> tuple[list, list]:
-        outs = evaluate_jaxpr(closed.jaxpr, list(closed.consts), row)
+        outs = run_jaxpr(closed.jaxpr, list(closed.consts), row)
         return jtu.tree_unflatten(treedef, outs)
 
     if structs[1] and rows:

@@ -332,10 +332,10 @@ class TestModes:
             (
                 "_curvature.curvature_matrices.replaced",
                 "_curvature.curvature_matrices.total_loss",
-                "_curvature.columns.consecutive_groups",
+                "_curvature.columns.size_groups",
                 "_curvature.by_sites.contract",
                 "_curvature.by_sites.contraction_cost",
-                "_curvature.gauss_newton.site_terms",
+                "_curvature.by_sites.site_terms",
             ),
         ),
     )
