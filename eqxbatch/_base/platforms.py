@@ -78,8 +78,8 @@ CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0, False)
 # is 300 FLOP a byte in bfloat16.) With all digits it is 52 TFLOP/s; for transformers of
 # the benchmarks, 12 predicts the faster program: a branch comes with such norms. Blocks
 # are so large that their kernels take longer than to launch these, and small beside the
-# memory of the device. An H200 does 66 FLOPs a byte with contractions as large as these,
-# and grouped convolutions are 2 times slower.
+# memory of the device. With contractions as large as these, an H200 does 66 FLOPs a
+# byte, and grouped convolutions are 2 times slower.
 GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**28, True)
 
 

@@ -117,8 +117,10 @@ def test_a_model_with_its_state(kernel, with_state):
     model, state = with_state
     alone = eqx.Partial(lambda model, x: model(x, state)[0], model)
     assert_same(kernel(with_state)(X), kernel(alone)(X))
-    # The instance has what it was given.
-    assert eqx.tree_equal(kernel(with_state).model, with_state)
+    # The instance has what it was given: not equal numbers, as a new state may be NaN.
+    leaves = jax.tree.leaves((kernel(with_state).model, with_state))
+    half = len(leaves) // 2
+    assert all(a is b for a, b in zip(leaves[:half], leaves[half:], strict=True))
 
 
 def test_parameters_are_those_of_the_model(with_state):
