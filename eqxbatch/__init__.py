@@ -18,9 +18,8 @@ from ._batch.accumulators import (
     Sum as Sum,
     Variance as Variance,
 )
-from ._batch.batch import Block as Block, Blocks as Blocks
+from ._batch.batch import Block as Block, Blocks as Blocks, MemoryBudget as MemoryBudget
 from ._batch.derivative import parameters as parameters
-from ._batch.memory import MemoryBudget as MemoryBudget
 from ._batch.progress import (
     AbstractProgressMeter as AbstractProgressMeter,
     TqdmProgressMeter as TqdmProgressMeter,
@@ -59,10 +58,7 @@ from ._kernels.reductions import (
     TopK as TopK,
 )
 from ._kernels.solve import kernel_solve as kernel_solve
-from ._maps.grid_vmap import (
-    filter_grid_vmap as filter_grid_vmap,
-    grid as grid,
-)
+from ._maps.grid_vmap import filter_grid_vmap as filter_grid_vmap, grid as grid
 from ._maps.micro_vmap import (
     filter_micro_vmap as filter_micro_vmap,
     filter_microbatch as filter_microbatch,

@@ -18,7 +18,7 @@ from eqxbatch import (
     MemoryBudget,
     Sum,
 )
-from eqxbatch._base.primitives import equations_in
+from eqxbatch._base.jaxprs import equations_in
 
 
 pytestmark = pytest.mark.quick

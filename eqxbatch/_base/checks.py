@@ -14,6 +14,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import operator
 import re
 import types
 import warnings
@@ -29,7 +30,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import AbstractArray, Array, config, jaxtyped, PyTree
 
-from .trees import as_int, described, shown
+from .trees import described, shown
 
 
 _Function = TypeVar("_Function", bound=Callable)
@@ -264,9 +265,10 @@ def check_callable(name: str, value: Any, what: str = "callable") -> None:
 
 def check_exclusive(remedy: str, **settings: Any) -> None:
     """Raises `ValueError` if more than one of several settings is given."""
-    passed = [f"`{name}={shown(x)}`" for name, x in settings.items() if x is not None]
+    passed = {name: x for name, x in settings.items() if x is not None}
     if len(passed) > 1:
-        raise ValueError(f"{' and '.join(passed)} exclude each other. {remedy}")
+        listed = " and ".join(f"`{name}={shown(x)}`" for name, x in passed.items())
+        raise ValueError(f"{listed} exclude each other. {remedy}")
 
 
 def check_equal(what: str, value: Any, expected: Any, remedy: str = "") -> None:
@@ -274,6 +276,44 @@ def check_equal(what: str, value: Any, expected: Any, remedy: str = "") -> None:
     if value != expected:
         message = f"{what} must be {expected}; got {value}. {remedy}"
         raise ValueError(message.rstrip())
+
+
+def is_none(x: Any) -> bool:
+    return x is None
+
+
+def match_prefix(
+    name: str,
+    spec: PyTree,
+    tree: PyTree,
+    what: str,
+    remedy: str = "",
+    is_leaf: Callable[[Any], bool] = is_none,
+) -> list[tuple[tuple, Any, PyTree]]:
+    """The leaves of a prefix of `tree`, each with its path and its subtree.
+
+    Raises `ValueError` if `spec` is not a prefix. `name`, `what` (the expected
+    argument) and `remedy` are used in the message.
+    """
+    places: list[tuple[tuple, Any, PyTree]] = []
+    try:
+        jtu.tree_map_with_path(
+            lambda *place: places.append(place), spec, tree, is_leaf=is_leaf
+        )
+    except (TypeError, ValueError) as e:
+        got = f"got {shown(spec)} for {shown(tree)}"
+        raise ValueError(f"`{name}` must be {what}; {got}. {remedy}".rstrip()) from e
+    return places
+
+
+def as_int(x: Any) -> int | None:
+    """Converts an int, or an int-like value, to an int; None for others and bools."""
+    if isinstance(x, bool):
+        return None
+    try:
+        return operator.index(x)
+    except TypeError:
+        return None
 
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.

@@ -284,6 +284,21 @@ def num_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
 
 
+_MOST_GROUPS = 8
+
+
+def consecutive_groups(sizes: list[int], least: int) -> list[list[int]]:
+    """Groups of consecutive sizes, each about an eighth of the total, or `least`."""
+    most = max(sum(sizes) // _MOST_GROUPS, least)
+    groups: list[list[int]] = []
+    for i, size in enumerate(sizes):
+        if groups and sum(sizes[k] for k in groups[-1]) + size <= most:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
 def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 

@@ -1,14 +1,19 @@
-"""Programs of leaves and one example: how they run, and which derivatives they have.
+"""Jaxprs: what primitives do, how programs run, and which derivatives they have.
 
-Jaxprs are evaluated as they are, or with some equations replaced.
+Whatever goes through a program asks here what a primitive is: this is the only table of
+their names. With some flags of JAX, and in its newer versions, primitives are objects
+of JAX's own classes in one primitive; these have the names of the primitives that they
+replace.
+
+Jaxprs are evaluated as they are, or with some equations replaced. A `TracedFunction` is
+a program of leaves and one example.
 """
 
 import functools
-import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, cast, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,102 +22,345 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
 import numpy as np
-from jax.core import Tracer
+from jax import lax
 from jaxtyping import Array, PyTree
 
-from .checks import warn_of_new_functions, without_layers
-from .mesh import full_varying_as
-from .platforms import for_platform, platform
-from .primitives import (
-    callee,
-    equations_in,
-    IDENTITIES,
-    inner_jaxprs,
-    is_flat,
-    is_unknown_object,
-    name_of,
-)
-from .trees import array_structs, safe_zip, with_arrays
+from .trees import safe_zip
+
+
+# The primitives of which something is known, a line for each:
+#
+# - what they do, in words that are explained below;
+# - after a colon, all parameters that rules and views know: those that they use, and
+#   those that do not change the linear function. An equation with any other, such as
+#   one of a newer JAX, is declined. Without a colon, no rule or view is for it.
+#
+# `call`: runs a program, and has its derivative. `remat`: likewise, but computes the
+# program again for the derivative. `expand`: likewise, but has to be asked for its
+# program. `custom`: has a derivative of its own. `identity`: each output is the input
+# in the same place.
+# `flat`: has a derivative of zero wherever it exists. `entries`: each entry of the
+# outputs depends on the same entry of the inputs only. `linear`: in all inputs
+# together; `linear-0-2`: in some of them together, where others are indices;
+# `bilinear`: in each of the two. `straight`: has no second derivative, as these, but is
+# not transposed. `sum`: adds or subtracts. `product`: costs more than it writes.
+_TABLE = """
+abs entries
+acos entries
+acosh entries
+add entries linear sum :
+add_any entries linear sum :
+and entries
+asin entries
+asinh entries
+atan entries
+atan2 entries
+atanh entries
+broadcast_in_dim linear : shape broadcast_dimensions sharding
+call call
+cbrt entries
+ceil entries flat
+checkpoint remat
+clamp entries
+closed_call call
+complex straight
+concatenate linear : dimension
+cond : branches
+conv_general_dilated bilinear product : window_strides padding lhs_dilation \
+    rhs_dilation dimension_numbers feature_group_count batch_group_count precision \
+    preferred_element_type out_sharding
+convert_element_type entries linear : new_dtype weak_type sharding
+copy entries linear :
+copy_p entries linear :
+core_call call
+cos entries
+cosh entries
+cumsum linear
+custom_jvp_call custom
+custom_vjp_call custom
+custom_vjp_call_jaxpr custom
+digamma entries
+div entries :
+dot_general bilinear product : dimension_numbers precision preferred_element_type \
+    out_sharding
+dynamic_slice linear-0 : slice_sizes
+dynamic_update_slice linear-0-1 :
+einsum expand
+eq entries
+erf entries
+erf_inv entries
+erfc entries
+eval_jaxpr call
+exp entries
+exp2 entries
+expm1 entries
+fft straight
+floor entries flat
+gather linear-0 : dimension_numbers slice_sizes mode fill_value indices_are_sorted \
+    unique_indices
+ge entries
+gt entries
+imag straight
+integer_pow entries
+is_finite entries
+jit call
+le entries
+lgamma entries
+log entries
+log1p entries
+logistic entries
+lt entries
+max entries
+min entries
+mul entries bilinear : out_dtype
+name identity
+ne entries
+neg entries linear :
+nextafter entries flat
+not entries
+optimization_barrier identity
+or entries
+pad linear
+pcast entries straight
+pjit call
+pow entries
+pvary entries straight
+real straight
+reduce_sum linear : axes out_sharding
+rem entries
+remat2 remat
+reshape linear : new_sizes dimensions sharding
+rev linear : dimensions
+round entries flat
+rsqrt entries
+scan : jaxpr length reverse unroll num_consts num_carry linear _split_transpose ft_in \
+    ft_out
+scatter straight
+scatter-add linear-0-2
+select_n entries :
+sign entries flat
+sin entries
+sinh entries
+slice linear : start_indices limit_indices strides
+split linear : sizes axis
+sqrt entries
+square entries
+squeeze linear : dimensions
+stack linear : axis
+stop_gradient entries flat
+sub entries linear sum :
+tan entries
+tanh entries
+tile straight
+transpose linear : permutation
+xor entries
+"""
+
+
+def _parsed() -> Iterator[tuple[str, tuple[Sequence[str], frozenset[str] | None]]]:
+    for line in _TABLE.strip().splitlines():
+        (name, *words), *rest = (part.split() for part in line.split(":"))
+        yield name, (words, frozenset(rest[0]) if rest else None)
+
+
+_KNOWN = dict(_parsed())
+
+
+def with_trait(word: str) -> frozenset[str]:
+    """The names of the primitives that have a word of the table."""
+    return frozenset(name for name, (words, _) in _KNOWN.items() if word in words)
+
+
+def unknown_parameters(eqn: Any) -> str:
+    """The parameters of an equation that are unknown to rules and views.
+
+    Parameters with unknown values are included. Empty if there are none, or if there is
+    no rule for the equation at all.
+    """
+    _, known = _KNOWN.get(eqn.primitive.name, ((), None))
+    if known is None:
+        return ""
+    unknown = sorted({*eqn.params} - known)
+    # The dtype of a product may differ from that of its factors.
+    if eqn.params.get("out_dtype") is not None:
+        unknown.append("out_dtype")
+    return ", ".join(f"`{name}`" for name in unknown)
+
+
+CUSTOM = with_trait("custom")
+IDENTITIES = with_trait("identity")
+LINEAR_IN_ALL = with_trait("linear")
+LINEAR_IN_EACH = with_trait("bilinear")
+LINEAR_IN_SOME = {
+    name: tuple(map(int, word.split("-")[1:]))
+    for name, (words, _) in _KNOWN.items()
+    for word in words
+    if word.startswith("linear-")
+}
+PRODUCTS = with_trait("product")
+SUMS = with_trait("sum")
+
+
+_CALLS, _EXPANDED, _REMAT = map(with_trait, ("call", "expand", "remat"))
+
+
+_FLAT = with_trait("flat")
+
+
+# JAX's primitive for objects of classes.
+_OF_CLASSES = "call_hi_primitive"
+
+
+# JAX's classes that stand for a primitive with other flags, or in older versions.
+_CLASSES = {
+    "CheckpointName": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+    "Einsum": "einsum",
+    "RematTraced": "checkpoint",
+}
+
+
+def name_of(eqn: Any) -> str:
+    """The name of the primitive of an equation, with any flags of JAX.
+
+    `jax_remat3` and similar flags replace primitives by objects of JAX's own classes.
+    """
+    if eqn.primitive.name != _OF_CLASSES:
+        return eqn.primitive.name
+    kind = type(eqn.params["_prim"])
+    unknown = f"{_OF_CLASSES}[{kind.__name__}]"
+    is_of_jax = kind.__module__.startswith("jax.")
+    return _CLASSES.get(kind.__name__, unknown) if is_of_jax else unknown
+
+
+def is_unknown_object(eqn: Any) -> bool:
+    """Whether an equation is an object of a class that no table knows.
+
+    It may have a derivative in one mode only, and no transpose.
+    """
+    return name_of(eqn).startswith(_OF_CLASSES)
+
+
+def parameters(eqn: Any) -> dict[str, Any]:
+    """The parameters of an equation, with any flags of JAX."""
+    is_object = eqn.primitive.name == _OF_CLASSES
+    return eqn.params["_prim"].params if is_object else eqn.params
+
+
+def callee(eqn: Any) -> Any:
+    """The closed jaxpr in place of which an equation stands; None for others.
+
+    The derivative of the equation is that of the jaxpr. So functions with custom
+    derivatives are not called in this sense.
+    """
+    name, params = name_of(eqn), parameters(eqn)
+    if name in _EXPANDED:
+        closed = _expanded(eqn)
+    elif name in _CALLS or name in _REMAT:
+        closed = _as_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])
+    else:
+        return None
+    if closed is None:
+        return None
+    # Some types of JAX have neither.
+    types = lambda atoms: [
+        [getattr(x.aval, attribute, None) for attribute in ("shape", "dtype")]
+        for x in atoms
+    ]
+    jaxpr = closed.jaxpr
+    fits = types(jaxpr.invars) == types(eqn.invars)
+    fits = fits and types(jaxpr.outvars) == types(eqn.outvars)
+    # An object may hide the effects of its program.
+    return closed if fits and bool(jaxpr.effects) <= bool(eqn.effects) else None
+
+
+def _expanded(eqn: Any) -> Any:
+    """The program that an object stands for."""
+    kind = eqn.params["_prim"]
+
+    def run(*ins: Any) -> list:
+        return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
+
+    return jax.make_jaxpr(run)(*(atom.aval for atom in eqn.invars))
+
+
+def _as_closed(x: Any) -> Any:
+    """A jaxpr, or what was traced to one, as a closed jaxpr; None for others."""
+    if isinstance(x, jax.stages.Traced):
+        x = x.jaxpr
+    if isinstance(x, jex.ClosedJaxpr):
+        return x
+    return jex.ClosedJaxpr(x, ()) if isinstance(x, jex.Jaxpr) else None
+
+
+def is_remat(eqn: Any) -> bool:
+    """Whether an equation computes its program again for the derivative."""
+    return name_of(eqn) in _REMAT
+
+
+def as_remat(
+    eqn: Any, run: Callable[..., Any], num_more: int = 0
+) -> Callable[..., Any]:
+    """`run`, rematerialised as the program of an equation is.
+
+    It takes the inputs of the equation and so many more.
+    """
+    params = parameters(eqn)
+    prevent_cse, policy = params.get("prevent_cse", True), params["policy"]
+    if isinstance(prevent_cse, tuple):  # One for each input.
+        prevent_cse = (*prevent_cse, *(True,) * num_more)
+    return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+
+
+def is_flat(eqn: Any) -> bool:
+    """Whether the derivative of an equation is zero or does not exist."""
+    if name_of(eqn) in _FLAT:
+        return True
+    return not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+
+
+def inner_programs(eqn: Any) -> Iterator[Any]:
+    """The closed jaxprs that an equation has in its parameters, or stands for."""
+    if name_of(eqn) in _EXPANDED:
+        yield _expanded(eqn)
+    for value in parameters(eqn).values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            closed = _as_closed(x)
+            if closed is not None:
+                yield closed
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs of these programs, without constants."""
+    return (closed.jaxpr for closed in inner_programs(eqn))
+
+
+def programs_in(closed: Any) -> Iterator[Any]:
+    """A closed jaxpr, and all in it."""
+    yield closed
+    for eqn in closed.jaxpr.eqns:
+        for inner in inner_programs(eqn):
+            yield from programs_in(inner)
+
+
+def equations_in(closed: Any) -> Iterator[Any]:
+    """The equations of a closed jaxpr, and of all in it."""
+    return (eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns)
+
+
+def constants(closed: Any) -> Iterator[Any]:
+    """All arrays that are part of a closed jaxpr."""
+    for part in programs_in(closed):
+        yield from part.consts
+        for eqn in part.jaxpr.eqns:
+            for atom in eqn.invars:
+                if isinstance(atom, jex.Literal):
+                    is_array = isinstance(atom.val, jax.Array)
+                    yield atom.val if is_array else np.asarray(atom.val)
 
 
 _T = TypeVar("_T")
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-_NUMBERS = frozenset((bool, int, float, complex))
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
-
-
-def number_types(leaves: Sequence[Any]) -> str:
-    """What tells numbers apart that are equal: `2 == 2.0 == True`, and `0.0 == -0.0`.
-
-    Programs differ for these, so that caches of them need it as a part of their keys.
-    """
-    return repr([x for x in leaves if type(x) in _NUMBERS])
-
-
-def compiled(
-    fun: _Function,
-    *,
-    donate: Literal["none", "all-except-first"] = "none",
-    inline: bool = False,
-) -> _Function:
-    """`equinox.filter_jit`, which gives equal numbers of other types other programs.
-
-    So it does for arrays on another platform. With `inline`, other programs that call
-    it have its equations in place of a call.
-    """
-    traces = 0
-
-    # `inspect` binds arguments without names faster.
-    def run(*operands: Any) -> Any:
-        nonlocal traces
-        traces += 1
-        *lists, ((treedef, static, _, chosen),) = operands
-        arrays = itertools.chain(*lists)
-        leaves = [next(arrays) if x is None else x for x in static]
-        of_first, of_rest = treedef.unflatten(leaves)
-        with for_platform(chosen):
-            return fun(of_first, *of_rest)
-
-    run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
-    # Its types lack the settings of `jax.jit`.
-    jit: Any = eqx.filter_jit
-    jitted = jit(run, donate=donate, inline=inline)
-
-    @functools.wraps(fun)
-    def wrapper(first: Any, *rest: Any) -> Any:
-        __tracebackhide__ = True
-        leaves, treedef = jtu.tree_flatten((first, rest))
-        arrays, static = [], []
-        for x in leaves:
-            is_array = isinstance(x, _ARRAYS)
-            static.append(None if is_array else x)
-            if is_array:
-                arrays.append(x)
-        chosen = platform(arrays)
-        # A set is one leaf for JAX, which would go through a tuple in each call.
-        key = frozenset([(treedef, (*static,), number_types(static), chosen)])
-        lists = [arrays]
-        if donate != "none":
-            num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
-            lists = [arrays[:num], arrays[num:]]
-        before = traces
-        try:
-            out = jitted(*lists, key)
-        except Exception as e:
-            raise e.with_traceback(without_layers(e.__traceback__))  # noqa: B904
-        if traces == before:
-            return out
-        if not any(isinstance(x, Tracer) for x in jtu.tree_leaves(out)):
-            warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
-        return out
-
-    return cast(_Function, wrapper)
 
 
 def literal(atom: Any) -> Array:
@@ -320,6 +568,48 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     # Since JAX 0.11, a scan has trees: of constants, of what it carries, and of slices.
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts.vals), len(carry.vals)
+
+
+def vary(x: Array, names: frozenset) -> Array:
+    """Marks `x` as varying over mesh axes inside `jax.shard_map`.
+
+    Its derivative is then that of one device, not the sum over all devices.
+    """
+    missing = names - varying(jax.typeof(x))
+    if not missing:
+        return x
+    pcast = getattr(lax, "pcast", None)
+    if pcast is not None:
+        return pcast(x, tuple(missing), to="varying")
+    pvary: Any = getattr(lax, "pvary")  # noqa: B009  # Its name in JAX 0.7.
+    return pvary(x, tuple(missing))
+
+
+def full_varying_as(aval: Any, value: int | float) -> Array:
+    """An array filled with a number, with the type of a struct."""
+    return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
+
+
+def varying(x: Any) -> frozenset:
+    """The mesh axes over which an array varies inside `jax.shard_map`."""
+    # The name of the attribute differs in JAX 0.10.
+    manual = getattr(x, "manual_axis_type", None)
+    return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
+
+
+def is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
+
+
+def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of an output, as shapes and dtypes."""
+    return [x for x in jtu.tree_leaves(output) if is_struct(x)]
+
+
+def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
+    """An output with these in place of shapes and dtypes, in their order."""
+    remaining = iter(arrays)
+    return jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
 
 
 class TracedFunction:

@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .primitives import constants, equations_in, parameters
+from .jaxprs import constants, equations_in, parameters, vary, varying
 from .trees import safe_zip
 
 
@@ -98,21 +98,6 @@ def with_type_of(struct: Any, x: Array) -> Array:
     return vary(x, varying(struct))
 
 
-def vary(x: Array, names: frozenset) -> Array:
-    """Marks `x` as varying over mesh axes inside `jax.shard_map`.
-
-    Its derivative is then that of one device, not the sum over all devices.
-    """
-    missing = names - varying(jax.typeof(x))
-    if not missing:
-        return x
-    pcast = getattr(lax, "pcast", None)
-    if pcast is not None:
-        return pcast(x, tuple(missing), to="varying")
-    pvary: Any = getattr(lax, "pvary")  # noqa: B009  # Its name in JAX 0.7.
-    return pvary(x, tuple(missing))
-
-
 def vary_as(arrays: list[Array], tree: PyTree[Array]) -> PyTree[Array]:
     """Marks `tree` as varying over all mesh axes over which some `arrays` vary."""
     names = frozenset().union(*(varying(jax.typeof(x)) for x in arrays))
@@ -128,18 +113,6 @@ def sum_varying(x: Array, names: frozenset) -> Array:
 def zeros_like(struct: Any) -> Array:
     """Zeros of the type of `struct`."""
     return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))
-
-
-def full_varying_as(aval: Any, value: int | float) -> Array:
-    """An array filled with a number, with the type of a struct."""
-    return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
-
-
-def varying(x: Any) -> frozenset:
-    """The mesh axes over which an array varies inside `jax.shard_map`."""
-    # The name of the attribute differs in JAX 0.10.
-    manual = getattr(x, "manual_axis_type", None)
-    return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
 def error_if(x: Array, *checks: tuple[Array, str]) -> Array:

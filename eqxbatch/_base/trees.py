@@ -4,11 +4,8 @@ import functools
 import importlib
 import inspect
 import logging
-import operator
-from collections.abc import Callable, Iterable
 from typing import Any, TYPE_CHECKING
 
-import jax
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
@@ -23,64 +20,6 @@ if TYPE_CHECKING:
     safe_zip = zip
 else:
     safe_zip = functools.partial(zip, strict=True)
-
-
-def is_none(x: Any) -> bool:
-    return x is None
-
-
-def is_struct(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of an output, as shapes and dtypes."""
-    return [x for x in jtu.tree_leaves(output) if is_struct(x)]
-
-
-def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
-    """An output with these in place of shapes and dtypes, in their order."""
-    remaining = iter(arrays)
-    return jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
-
-
-def match_prefix(
-    name: str,
-    spec: PyTree,
-    tree: PyTree,
-    what: str,
-    remedy: str = "",
-    is_leaf: Callable[[Any], bool] = is_none,
-) -> list[tuple[tuple, Any, PyTree]]:
-    """The leaves of a prefix of `tree`, each with its path and its subtree.
-
-    Raises `ValueError` if `spec` is not a prefix. `name`, `what` (the expected
-    argument) and `remedy` are used in the message.
-    """
-    places: list[tuple[tuple, Any, PyTree]] = []
-    try:
-        jtu.tree_map_with_path(
-            lambda *place: places.append(place), spec, tree, is_leaf=is_leaf
-        )
-    except (TypeError, ValueError) as e:
-        got = f"got {shown(spec)} for {shown(tree)}"
-        raise ValueError(f"`{name}` must be {what}; {got}. {remedy}".rstrip()) from e
-    return places
-
-
-_MOST_GROUPS = 8
-
-
-def consecutive_groups(sizes: list[int], least: int) -> list[list[int]]:
-    """Groups of consecutive sizes, each about an eighth of the total, or `least`."""
-    most = max(sum(sizes) // _MOST_GROUPS, least)
-    groups: list[list[int]] = []
-    for i, size in enumerate(sizes):
-        if groups and sum(sizes[k] for k in groups[-1]) + size <= most:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return groups
 
 
 def type_of(x: Any) -> Any:
@@ -146,16 +85,6 @@ def difference(expected: PyTree, got: PyTree) -> str:
         if there != here:
             return f"The first difference is at `{path}`: {there}; got {here}."
     return "Only static parts differ: use `jax.tree.map` on what is expected."
-
-
-def as_int(x: Any) -> int | None:
-    """Converts an int, or an int-like value, to an int; None for others and bools."""
-    if isinstance(x, bool):
-        return None
-    try:
-        return operator.index(x)
-    except TypeError:
-        return None
 
 
 def import_extra(module: str, what: str, extra: str) -> Any:

@@ -13,9 +13,9 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.checks import called, check_types, no_arrays_remedy
 from .._base.dtypes import weighted_totals
-from .._base.jaxprs import TracedFunction
+from .._base.jaxprs import array_structs, TracedFunction
 from .._base.mesh import vary_as
-from .._base.trees import array_structs, described, difference, safe_zip, shown
+from .._base.trees import described, difference, safe_zip, shown
 from .accumulators import check_adds, Concat, Mean, OfTotals, rows_and_weights, Sum
 from .batch import (
     Batch,

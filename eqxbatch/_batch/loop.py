@@ -2,9 +2,14 @@
 
 Each array of the output is for one accumulator (`OutputAccumulator`), and `run_blocks`
 is the loop that updates all of them.
+
+A call loops over its batch once, or several times if it needs the results of one pass
+for the next. If its batch is one of several, each pass continues from the states of the
+batches before, and its states are what the call is for (`Passes`).
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -16,20 +21,19 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, PyTree, Shaped
+from jaxtyping import Array, Int, PyTree, Shaped
 
-from .._base.checks import check_types
-from .._base.cpu import after_loop, evaluate_in_loop
-from .._base.jaxprs import axis_names, evaluate_jaxpr
-from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
-from .._base.trees import (
+from .._base.checks import check_types, match_prefix
+from .._base.jaxprs import (
     array_structs,
-    described,
+    axis_names,
+    evaluate_jaxpr,
     is_struct,
-    match_prefix,
-    safe_zip,
     with_arrays,
 )
+from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
+from .._base.platforms import after_loop, evaluate_in_loop
+from .._base.trees import described, safe_zip
 from .accumulators import (
     AbstractAccumulator,
     AbstractSummary,
@@ -54,7 +58,6 @@ from .batch import (
     remainder_block,
     split_parts,
 )
-from .passes import current_passes, of_passes
 
 
 if TYPE_CHECKING:
@@ -955,3 +958,141 @@ def accumulated(
     slots = lambda output, _: match_accumulators(accumulator, output)
     with of_passes(None):
         return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
+
+
+class Pass(eqx.Module):
+    """A pass over the batches that came so far.
+
+    - `states`: those of the accumulators; None for results that are joined.
+    - `num_examples`, `num_microbatches`: how many it has seen.
+    - `example`, `axes`: the types of the batched arrays of one example, and the batch
+        axes of these.
+    """
+
+    states: list
+    num_examples: Int[Array, ""]
+    num_microbatches: Int[Array, ""]
+    example: tuple = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+
+
+@dataclasses.dataclass
+class Passes:
+    """The passes of a call, while it is traced.
+
+    - `before`: those over the batches before; None for a call that begins them.
+    - `active`: the number of the pass that this batch is for; None if it is for none.
+    - `number`: how many passes the call has reached.
+    - `after`: the passes with this batch.
+    - `rows`: its results that are joined, and the paths and axes of these. For a call
+        that finishes, they stand for those of all batches.
+    """
+
+    before: list[Pass] | None
+    active: int | None = None
+    number: int = 0
+    after: list[Pass] = dataclasses.field(default_factory=list)
+    rows: list[tuple[Array, str, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the batch is for the pass that comes now."""
+        return self.active == self.number
+
+    @property
+    def start(self) -> int | Array:
+        """The number of examples before this batch."""
+        if self.before is None or self.active is None:
+            return 0
+        return self.before[self.active].num_examples
+
+    @property
+    def num_examples(self) -> Array:
+        """The number of examples of all batches."""
+        return (self.before or self.after)[-1].num_examples
+
+    def begun(self, slots: list, arrays: list, axes: tuple[int, ...]) -> list:
+        """The slots of the pass that comes now, with the states before this batch.
+
+        Raises `ValueError` if an example has other types than those before.
+        """
+        example = tuple(
+            jax.ShapeDtypeStruct(
+                (*x.shape[:axis], *x.shape[axis + 1 :]),
+                x.dtype,
+                weak_type=jax.typeof(x).weak_type,
+            )
+            for x, axis in safe_zip(arrays, axes)
+        )
+        none = [None] * len(slots)
+        zero = jnp.zeros((), jnp.int32)
+        if self.before is None:
+            self.after.append(Pass(none, zero, zero, example, tuple(axes)))
+            pass_ = self.after[-1]
+        else:
+            pass_ = self.before[self.number]
+            self.after.append(pass_)
+            if self.runs and example != pass_.example:
+                raise ValueError(
+                    "Examples must have the shapes, dtypes and weak types of those in "
+                    f"the first batch, {pass_.example}; got {example}."
+                )
+        offset = pass_.num_microbatches, pass_.num_examples
+        return [
+            slot
+            if isinstance(slot.accumulator, Concat)
+            else dataclasses.replace(slot, continues=True, before=state, offset=offset)
+            for slot, state in safe_zip(slots, pass_.states)
+        ]
+
+    def ended(self, slots: list, states: list, blocks: Blocks) -> list:
+        """The results of a pass, from its states with this batch.
+
+        For what is joined, the states are the results of this batch.
+        """
+        pass_ = self.after[self.number]
+        if self.before is not None:
+            states = [
+                x if not s.continues else s.after(x) if self.runs else s.before
+                for s, x in safe_zip(slots, states)
+            ]
+        if self.before is None or self.runs:
+            kept = [x if s.continues else None for s, x in safe_zip(slots, states)]
+            pass_ = dataclasses.replace(pass_, states=kept)
+        if self.runs:
+            pass_ = dataclasses.replace(
+                pass_,
+                num_examples=pass_.num_examples + blocks.total,
+                num_microbatches=pass_.num_microbatches + blocks.num,
+            )
+        self.after[self.number] = pass_
+        results = []
+        for slot, state in safe_zip(slots, states):
+            if slot.continues:
+                state = slot.accumulator.finalize(state)
+            elif self.runs or self.active is None:
+                axis = slot.accumulator.axis_of(state)
+                self.rows.append((state, slot.path, axis))
+            results.append(state)
+        self.number += 1
+        return results
+
+
+_CURRENT: contextvars.ContextVar[Passes | None] = contextvars.ContextVar(
+    "passes", default=None
+)
+
+
+def current_passes() -> Passes | None:
+    """The passes of the call that is traced; None if its batch is the only one."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def of_passes(passes: Passes | None) -> Iterator[None]:
+    """A context in which each `run_blocks` is one of these passes."""
+    token = _CURRENT.set(passes)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)

@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from .._base.checks import check_types, checked
-from .._base.primitives import constants, inner_programs, parameters, programs_in
+from .._base.jaxprs import constants, inner_programs, parameters, programs_in
 from .._base.trees import import_extra, log, safe_zip
 
 

@@ -21,13 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_equal, check_types
-from .._base.jaxprs import compiled
+from .._base.jaxprs import is_struct
 from .._base.mesh import is_explicit, names_of
-from .._base.trees import described, difference, is_struct, shown
+from .._base.platforms import compiled
+from .._base.trees import described, difference, shown
 from .accumulators import AbstractAccumulator, AbstractTotal, Concat
-from .loop import canonicalise, is_accumulator
-from .memory import resolved
-from .passes import of_passes, Pass, Passes
+from .batch import resolved
+from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
 from .progress import AbstractProgressMeter, as_meter, metered
 from .store import (
     AbstractStore,

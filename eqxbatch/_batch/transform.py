@@ -36,14 +36,12 @@ from .._base.checks import (
     check_not_jitted,
     check_types,
 )
-from .._base.jaxprs import compiled, number_types
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
+from .._base.platforms import compiled, number_types
 from .._base.trees import shown
 from .accumulators import Last
-from .batch import Batch, Blocks
-from .loop import MicrobatchFunction, run_blocks, Slots
-from .memory import as_microbatch_size, resolve_size, resolved, Size
-from .passes import current_passes, of_passes
+from .batch import as_microbatch_size, Batch, Blocks, resolve_size, resolved, Size
+from .loop import current_passes, MicrobatchFunction, of_passes, run_blocks, Slots
 
 
 P = ParamSpec("P")

@@ -24,20 +24,27 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive, warn_user
-from .._base.dtypes import as_complex, as_real, common_dtype, is_complex
+from .._base.dtypes import (
+    as_complex,
+    as_real,
+    common_dtype,
+    consecutive_groups,
+    is_complex,
+)
 from .._base.jaxprs import (
     Derivative,
     derivative_of,
+    is_struct,
     TracedFunction,
     without_forward_mode,
     without_reverse_mode,
 )
 from .._base.mesh import vary_as
-from .._base.trees import consecutive_groups, described, is_struct, log, safe_zip
+from .._base.trees import described, log, safe_zip
 from .._batch.accumulators import Concat
+from .._batch.batch import as_block_size, MemoryBudget, Size
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import accumulated, match_accumulators, Rows, run_blocks, Slots
-from .._batch.memory import as_block_size, MemoryBudget, Size
 from .._batch.transform import (
     AbstractAutoSharded,
     AbstractMicrobatched,

@@ -23,7 +23,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
 
 from .._base.checks import called, check_at_least, warn_user
-from .._base.cpu import unstack
 from .._base.dtypes import as_complex, as_real, common_dtype, num_bytes, widened
 from .._base.jaxprs import (
     Derivative,
@@ -31,20 +30,27 @@ from .._base.jaxprs import (
     first_use,
     pushforward,
     TracedFunction,
+    varying,
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.mesh import error_if, sum_varying, varying
-from .._base.platforms import platform, products_of
+from .._base.mesh import error_if, sum_varying
+from .._base.platforms import platform, products_of, unstack
 from .._base.trees import described, log, safe_zip, shown
+from .._batch.batch import MemoryBudget
 from .._batch.derivative import AbstractOverExamples, check_value, Loss
-from .._batch.loop import accumulated_sums
-from .._batch.memory import MemoryBudget
-from .._batch.passes import current_passes
+from .._batch.loop import accumulated_sums, current_passes
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.gram import unless_cancelled
 from .._sites.trace import Program
-from .by_sites import AbstractSiteMatrix, cheapest, is_covered, SiteHessian
+from .by_sites import (
+    AbstractSiteMatrix,
+    cheapest,
+    Curve,
+    is_covered,
+    SiteGaussNewton,
+    SiteHessian,
+)
 from .columns import (
     AbstractColumns,
     check_mode,
@@ -62,7 +68,6 @@ from .columns import (
     replaced,
     with_both_modes,
 )
-from .gauss_newton import Curve, SiteGaussNewton
 from .pytree import arranged, joined, leaves_of_parts, Pair, RequestedBlocks, Unravel
 
 

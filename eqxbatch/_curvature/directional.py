@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable, check_types
-from .._base.mesh import spec_of, sum_varying, vary_as, varying
+from .._base.jaxprs import varying
+from .._base.mesh import spec_of, sum_varying, vary_as
 from .._base.trees import safe_zip, shown
 from .._batch.derivative import like_parameters, Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled

@@ -13,14 +13,14 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
 from .._base.dtypes import common_dtype, num_bytes, widened
-from .._base.mesh import is_on_mesh, sum_varying, vary_as, varying
+from .._base.jaxprs import varying
+from .._base.mesh import is_on_mesh, sum_varying, vary_as
 from .._base.platforms import exact_products, platform, products_of
 from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
 from .._batch.loop import accumulated, accumulated_sums, Rows
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .._sites.einsum import contract, EXAMPLE, Labels
-from .._sites.factors import Factors, gradients
+from .._sites.factors import contract, EXAMPLE, Factors, gradients, Labels
 from .._sites.kronecker import (
     AxisRoles,
     Layout,
@@ -33,10 +33,9 @@ from .._sites.kronecker import (
 from .._sites.report import table
 from .._sites.site import Label
 from .._sites.trace import Program
-from .by_sites import Kept, of_examples
+from .by_sites import Kept, of_examples, pulled_back
 from .columns import AbstractReplicated
 from .curvature_matrices import AbstractFisher, GaussNewtonCurvature
-from .gauss_newton import pulled_back
 from .pytree import leaves_of_parts, Unravel
 
 

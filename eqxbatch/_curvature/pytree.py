@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_types, checked
-from .._base.cpu import mirrored, runtime_indices
 from .._base.dtypes import common_dtype, is_complex
+from .._base.platforms import mirrored, runtime_indices
 from .._base.trees import safe_zip, shown
 
 

@@ -23,15 +23,15 @@ from .._base.checks import (
     check_types,
 )
 from .._base.dtypes import widened, widest
+from .._base.jaxprs import array_structs, is_struct, varying
 from .._base.mesh import (
     auto_sharded,
     examples_spec,
     explicit_mesh,
     spec_of,
     sum_varying,
-    varying,
 )
-from .._base.trees import array_structs, is_struct, safe_zip, shown
+from .._base.trees import safe_zip, shown
 from .._batch.accumulators import (
     Concat,
     is_running,

@@ -19,8 +19,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
-from .._base.checks import check_types
-from .._base.cpu import in_turn
+from .._base.checks import check_types, is_none, match_prefix
 from .._base.dtypes import (
     exponent_of,
     into_range,
@@ -41,8 +40,8 @@ from .._base.dtypes import (
 )
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
-from .._base.platforms import exact_products, platform, products_of
-from .._base.trees import described, is_none, match_prefix, safe_zip
+from .._base.platforms import exact_products, in_turn, platform, products_of
+from .._base.trees import described, safe_zip
 from .._batch.accumulators import VarianceState
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss
@@ -61,11 +60,11 @@ from .._sites.gram import (
     has_norms_of_factors,
     norms_unless_cancelled,
     OfLeaf,
+    squared_distances,
     squared_norms,
     squares_of_factors,
     unless_cancelled,
 )
-from .._sites.second_moments import squared_distances
 from .._sites.site import Site
 from .._sites.trace import Program
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._base.checks import check_exclusive
-from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
-from .._batch.memory import MemoryBudget, resolve_size
-from .._batch.progress import AbstractProgressMeter, as_meter
+from .._base.platforms import compiled
+from .._batch.batch import MemoryBudget, resolve_size
+from .._batch.progress import AbstractProgressMeter, as_meter, Progress
 from .._batch.store import AbstractStore, as_store, IN_FLIGHT
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .engine import check_mesh, MeshAxis, on_device, on_mesh
@@ -52,6 +52,10 @@ def settings_of(module: Any, cls: type[eqx.Module]) -> dict[str, Any]:
     }
 
 
+def _as_meter(progress: Progress) -> AbstractProgressMeter | None:
+    return None if progress is None else as_meter(progress)
+
+
 class AbstractOnMesh(eqx.Module):
     """A kernel function whose rows can be distributed over an axis of a mesh."""
 
@@ -60,7 +64,7 @@ class AbstractOnMesh(eqx.Module):
     mesh_axis: str | None = eqx.field(static=True, default=None)
     # Static, so that the meter stays the same object while it counts.
     progress: AbstractProgressMeter | None = eqx.field(
-        static=True, converter=as_meter, default=None
+        static=True, converter=_as_meter, default=None
     )
 
     @abc.abstractmethod

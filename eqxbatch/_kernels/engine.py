@@ -20,11 +20,11 @@ from jax.sharding import get_abstract_mesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-from .._base.checks import check_types
-from .._base.cpu import materialised
+from .._base.checks import check_types, match_prefix
+from .._base.jaxprs import constants
 from .._base.mesh import is_explicit, on_mesh_around, replicated, with_type_of
-from .._base.primitives import constants
-from .._base.trees import match_prefix, safe_zip, shown
+from .._base.platforms import materialised
+from .._base.trees import safe_zip, shown
 from .._batch.batch import Block
 from .._batch.loop import Rows, types_of
 from .kernel import AbstractBlockKernel, balanced, Grid, KernelLeaf, SAMPLE, Tile

@@ -18,9 +18,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Key, PyTree, Shaped, UInt32
 
-from .._base.checks import AnyArray, called, check_types
-from .._base.cpu import evaluate_in_loop, in_opaque_branch, with_mirror_image
-from .._base.jaxprs import compiled
+from .._base.checks import AnyArray, called, check_types, match_prefix
+from .._base.jaxprs import constants, is_struct, with_arrays
 from .._base.mesh import (
     explicit_mesh,
     gathered,
@@ -28,11 +27,23 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
-from .._base.primitives import constants
-from .._base.trees import is_struct, match_prefix, safe_zip, shown, with_arrays
-from .._batch.batch import Batch, block_struct, explained_failure, split_batch
+from .._base.platforms import (
+    compiled,
+    evaluate_in_loop,
+    in_opaque_branch,
+    with_mirror_image,
+)
+from .._base.trees import safe_zip, shown
+from .._batch.batch import (
+    available_bytes,
+    Batch,
+    block_struct,
+    check_size,
+    explained_failure,
+    MemoryBudget,
+    split_batch,
+)
 from .._batch.loop import Rows
-from .._batch.memory import available_bytes, check_size, MemoryBudget
 
 
 class Tile(NamedTuple):

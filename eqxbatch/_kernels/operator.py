@@ -17,10 +17,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from .._base.checks import AnyArray, as_jax, checked
-from .._base.jaxprs import compiled
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import gathered, within_mesh
-from .._base.platforms import platform
+from .._base.platforms import compiled, platform
 from .._base.trees import described, safe_zip
 from .._batch.batch import Block
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress

@@ -12,20 +12,27 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.checks import called, checked, has_numbers, is_one_key, key_remedy, NUMBERS
-from .._base.mesh import spec_of
-from .._base.trees import described, match_prefix, safe_zip
-from .._batch.accumulators import Concat
-from .._batch.batch import argument_specs, leaf_name, positional_names
-from .._batch.loop import canonicalise, is_accumulator
-from .._batch.memory import as_block_size, Size
-from .._batch.transform import (
-    AbstractAutoSharded,
-    also_decorator,
-    Out,
-    P,
-    run_compiled,
+from .._base.checks import (
+    called,
+    checked,
+    has_numbers,
+    is_one_key,
+    key_remedy,
+    match_prefix,
+    NUMBERS,
 )
+from .._base.mesh import spec_of
+from .._base.trees import described, safe_zip
+from .._batch.accumulators import Concat
+from .._batch.batch import (
+    argument_specs,
+    as_block_size,
+    leaf_name,
+    positional_names,
+    Size,
+)
+from .._batch.loop import canonicalise, is_accumulator
+from .._batch.transform import AbstractAutoSharded, also_decorator, Out, P, run_compiled
 from .micro_vmap import check_no_axis, MicroVmap
 
 

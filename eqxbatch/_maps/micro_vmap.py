@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.jaxprs import evaluate_jaxpr
+from .._base.jaxprs import array_structs, evaluate_jaxpr, is_struct
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
-from .._base.trees import array_structs, is_struct, safe_zip
+from .._base.trees import safe_zip
 from .._batch.accumulators import Concat, Last, LogSumExp, Max, Mean, Min, Sum
 from .._batch.batch import (
     Batch,

@@ -13,11 +13,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Key, PyTree, Shaped, UInt32
 
 from .._base.checks import AnyArray, check_at_least, checked
-from .._base.jaxprs import compiled
 from .._base.mesh import gathered, within_mesh
+from .._base.platforms import compiled
 from .._base.trees import import_extra
+from .._batch.batch import MemoryBudget, resolve_size
 from .._batch.derivative import Selection
-from .._batch.memory import MemoryBudget, resolve_size
 from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.engine import on_device
 from .._kernels.kernel import (

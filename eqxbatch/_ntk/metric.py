@@ -34,9 +34,8 @@ from .._curvature.kfac import (
 from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors, gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
-from .._sites.rules import Rule
 from .._sites.shared import leaf_view
-from .._sites.site import leaf_site, Site
+from .._sites.site import leaf_site, Rule, Site
 from .._sites.trace import Program
 
 

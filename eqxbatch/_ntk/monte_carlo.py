@@ -16,12 +16,12 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Inexact, Key, PyTree, UInt32
 
-from .._base.checks import check_callable, check_equal, no_arrays_remedy
-from .._base.cpu import in_opaque_branch, opaque_true
+from .._base.checks import as_int, check_callable, check_equal, no_arrays_remedy
 from .._base.dtypes import accumulation_dtype
-from .._base.jaxprs import compiled, evaluate_jaxpr
+from .._base.jaxprs import evaluate_jaxpr
 from .._base.mesh import gathered, is_explicit
-from .._base.trees import as_int, described, safe_zip, shown, type_of
+from .._base.platforms import compiled, in_opaque_branch, opaque_true
+from .._base.trees import described, safe_zip, shown, type_of
 from .._batch.accumulators import (
     AbstractAccumulator,
     AbstractSummary,
@@ -29,7 +29,7 @@ from .._batch.accumulators import (
     Variance,
     VarianceState,
 )
-from .._batch.memory import check_size, MemoryBudget, resolve_size, resolved
+from .._batch.batch import check_size, MemoryBudget, resolve_size, resolved
 from .._batch.store import HostStore
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.engine import check_mesh, MeshAxis, on_devices
@@ -37,13 +37,13 @@ from .._kernels.kernel import BlockSize, Keys
 from .._kernels.on_host import check_concrete, metered
 from .._maps.micro_vmap import MicroVmap
 from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP
-from .output_axes import Mirror
 from .traced_model import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
     check_get,
     Get,
     has_state,
+    Mirror,
     named,
     names_of,
     StatefulModel,

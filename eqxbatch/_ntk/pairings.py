@@ -22,23 +22,28 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
-from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import is_complex, num_bytes, widened
-from .._base.jaxprs import evaluate_jaxpr, TracedFunction, without_forward_mode
-from .._base.mesh import explicit_mesh, full_varying_as, vary, varying
+from .._base.jaxprs import (
+    evaluate_jaxpr,
+    full_varying_as,
+    TracedFunction,
+    vary,
+    varying,
+    without_forward_mode,
+)
+from .._base.mesh import explicit_mesh
+from .._base.platforms import in_opaque_branch, opaque_true
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._kernels.kernel import AbstractBlockKernel, Flat, Grid, KernelLeaf, SAMPLE, Sizes
 from .._sites.cost import Cost, forming_cost, gram_cost, num_products
-from .._sites.einsum import contract, EXAMPLE, OTHER_EXAMPLE
-from .._sites.factors import Factor, Factors
+from .._sites.factors import contract, EXAMPLE, Factor, Factors, OTHER_EXAMPLE
 from .._sites.gram import cancels, grams, has_gram, OfLeaf
 from .._sites.site import positions
 from .._sites.trace import Program
 from .metric import InMetric, Metric
-from .output_axes import Mirror, OutputAxes
-from .traced_model import Name, TracedModel
+from .traced_model import Mirror, Name, OutputAxes, TracedModel
 
 
 def num_pairs(grid: Grid, output: OutputAxes) -> int:

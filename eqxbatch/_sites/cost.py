@@ -17,12 +17,19 @@ import jax
 import jax.extend.core as jex
 
 from .._base.dtypes import num_bytes
-from .._base.jaxprs import TracedFunction
+from .._base.jaxprs import callee, inner_jaxprs, name_of, PRODUCTS, TracedFunction
 from .._base.platforms import platform
-from .._base.primitives import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.trees import log
-from .einsum import contract_cost, EXAMPLE, Labels, OTHER_EXAMPLE, Term
-from .factors import Factors, has_rows, site_terms
+from .factors import (
+    contract_cost,
+    EXAMPLE,
+    Factors,
+    has_rows,
+    Labels,
+    OTHER_EXAMPLE,
+    site_terms,
+    Term,
+)
 from .gram import gram_terms, has_gram, OfLeaf
 from .site import has_named_axes, Label, Site
 from .trace import Program

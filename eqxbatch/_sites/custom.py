@@ -19,17 +19,18 @@ import numpy as np
 from jax import lax
 
 from .._base.dtypes import is_complex
-from .._base.jaxprs import evaluate_with, run_equations
-from .._base.mesh import has_explicit_axes
-from .._base.primitives import (
+from .._base.jaxprs import (
     callee,
+    evaluate_with,
     IDENTITIES,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
     name_of,
     parameters,
+    run_equations,
 )
+from .._base.mesh import has_explicit_axes
 from .._base.trees import safe_zip
 
 

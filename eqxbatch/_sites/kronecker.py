@@ -15,12 +15,19 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from .._base.jaxprs import SUMS
 from .._base.trees import safe_zip
-from .einsum import EXAMPLE, Labels, Term
-from .factors import Factors, has_weights, labelled_terms, scale_of
-from .rules import Axes, SUMS
+from .factors import (
+    EXAMPLE,
+    Factors,
+    has_weights,
+    labelled_terms,
+    Labels,
+    scale_of,
+    Term,
+)
 from .shared import nodes_up_to
-from .site import has_named_axes, Label, Site
+from .site import Axes, has_named_axes, Label, Site
 from .trace import Program
 
 

@@ -21,21 +21,25 @@ import numpy as np
 from jaxtyping import Array
 
 from .._base.dtypes import is_complex
-from .._base.jaxprs import Derivative, derivative_of, literal, pushed, run_equation
-from .._base.mesh import full_varying_as
-from .._base.primitives import (
+from .._base.jaxprs import (
     callee,
+    Derivative,
+    derivative_of,
+    full_varying_as,
     inner_jaxprs,
     is_flat,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
+    literal,
     name_of,
+    pushed,
+    run_equation,
     SUMS,
+    unknown_parameters,
     with_trait,
 )
 from .._base.trees import safe_zip
-from .rules import unknown_parameters
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.

@@ -7,6 +7,8 @@ views of leaves. Where such a value meets an example, there is a site.
 A zero perturbation is added to the output of each site. The derivative with respect to
 it is the cotangent `d` in the gradient of the parameter. `jax.vjp` computes it, so no
 derivative rules of our own are needed.
+
+The `Plan` of the program says which equations have sites, and runs them.
 """
 
 import collections
@@ -20,44 +22,48 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
+    as_remat,
+    callee,
+    CUSTOM,
     evaluate_jaxpr,
+    evaluate_with,
+    full_varying_as,
+    IDENTITIES,
+    is_remat,
+    is_unknown_object,
     literal,
     live_in_scan,
     live_variables,
+    name_of,
+    run_equation,
     scan_sizes,
     source_line,
+    SUMS,
     TracedFunction,
+    unknown_parameters,
 )
 from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
-from .._base.primitives import callee, CUSTOM, IDENTITIES, is_unknown_object, name_of
 from .._base.trees import safe_zip
 from .custom import linearized, unique_inputs
-from .plan import (
-    CustomDerivative,
-    moved_rule,
-    perturbed,
-    Plan,
-    run_call,
-    run_cond,
-    run_scan,
-)
-from .rules import find_rule, unknown_parameters
 from .shared import (
     evaluated,
     extend_view,
     leaf_view,
     Loop,
+    MOVES,
     Node,
     output_nodes,
     pushforward_of,
     slope_of,
     View,
 )
-from .site import leaf_site, Site, SiteLoop
+from .site import Axes, find_rule, leaf_site, Rule, Site, SiteLoop
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -236,7 +242,7 @@ class Equation:
     `uses` counts how often variables are used.
     """
 
-    plan: Plan
+    plan: "Plan"
     index: int
     eqn: Any
     live: list[bool]
@@ -260,7 +266,7 @@ class Finder:
 
     def plan(
         self, jaxpr: Any, consts: Sequence[Any], inputs: _Inputs, live: Sequence[bool]
-    ) -> Plan:
+    ) -> "Plan":
         """The plan of a jaxpr, of which some outputs are differentiated."""
         plan = Plan(jaxpr, consts)
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
@@ -601,3 +607,279 @@ def _curved(inputs: list[Node], node: Node) -> tuple[frozenset[int], frozenset[i
 
 def _views(inputs: Iterable[Node | None]) -> "itertools.chain[View]":
     return itertools.chain(*(x.views for x in inputs if x is not None))
+
+
+def moved_rule(rule: Rule, value: View) -> Rule:
+    """Converts a rule for a perturbed value, after moves of its axes, to one before.
+
+    `value` is the perturbed value after the moves. For each axis, it has the axis that
+    it was; None for an inserted axis of size 1. Axes of size 1 may have been removed.
+    """
+    shape, axes = value.type_of_leaf.shape, value.axes or ()
+    if axes == tuple(range(len(shape))):
+        return rule
+    kept = [axis for axis in axes if axis is not None]
+    order = [*(i for i, _ in enumerate(shape) if i not in kept), *kept]
+    named: list[Axes] = [() for _ in shape]
+    for axis, names in safe_zip(axes, rule.y_axes):
+        if axis is not None:
+            named[axis] = names
+
+    def op(a: Any, w: Array) -> Array:
+        y = rule.op(a, w).reshape([shape[i] for i in order])
+        return jnp.transpose(y, sorted(range(len(order)), key=order.__getitem__))
+
+    return dataclasses.replace(
+        rule,
+        op=op,
+        arrange=lambda d: rule.arrange(jnp.transpose(d, order).reshape(value.shape)),
+        outputs=tuple(named),
+        key=f"{rule.key} moved by {axes} of {shape}",
+    )
+
+
+# Outputs, operands and, without perturbations, the values to perturb.
+Run = tuple[list, list, list]
+
+
+# Runs an equation with sites for some inputs, and with perturbations if there are any.
+Step = Callable[[list, list | None], Run]
+
+
+def perturbed(
+    eqn: Any,
+    operands: list[Callable[[list], Array]],
+    ins: list,
+    perturbations: list | None,
+) -> Run:
+    """Runs an equation with sites, whose `operands` are functions of its inputs."""
+    # A constant may be a NumPy array.
+    values = [jnp.asarray(operand(ins)) for operand in operands]
+    out = eqn.primitive.bind(*ins, **eqn.params)
+    if perturbations is None:
+        return [out], values, [out]
+    return [out + perturbations[0]], values, []
+
+
+def run_call(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+    """Runs an equation that calls a jaxpr with sites in it."""
+    run = lambda *args: plan.run([*args[:-1]], args[-1])
+    run = as_remat(eqn, run, 1) if is_remat(eqn) else run
+    return run(*ins, perturbations)
+
+
+def run_scan(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+    """Runs a `scan` with sites in its body."""
+    params = eqn.params
+    num_consts, num_carry = scan_sizes(eqn)
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+
+    def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
+        xs, perturbations = slices
+        outs, *rest = plan.run([*consts, *carry, *xs], perturbations)
+        return outs[:num_carry], (outs[num_carry:], *rest)
+
+    carry, (ys, operands, values) = lax.scan(
+        body,
+        carry,
+        (ins[num_consts + num_carry :], perturbations),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys], operands, values
+
+
+def run_cond(plans: list["Plan"], ins: list, perturbations: list | None) -> Run:
+    """Runs a `cond` with sites in its branches, which have separate perturbations."""
+    index, *args = ins
+    nums = [len(plan.perturbations) for plan in plans]
+    starts = [0, *itertools.accumulate(nums)]
+
+    def branch(number: int) -> Callable[[list, list | None], Run]:
+        part = slice(starts[number], starts[number + 1])
+        return lambda args, perturbations: plans[number].run(
+            args, None if perturbations is None else perturbations[part]
+        )
+
+    runs = [branch(number) for number, _ in enumerate(nums)]
+    structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
+
+    def with_zeros(number: int) -> Callable[[list, list | None], Run]:
+        """A branch that returns zeros for the operands of the others."""
+
+        def run(args: list, perturbations: list | None) -> Run:
+            outs, *rest = runs[number](args, perturbations)
+            every = [
+                rest if i == number else jax.tree.map(zeros_like, [*skipped])
+                for i, skipped in enumerate(structs)
+            ]
+            operands, values = safe_zip(*every)
+            chain = itertools.chain.from_iterable
+            return outs, [*chain(operands)], [*chain(values)]
+
+        return run
+
+    branches = [with_zeros(number) for number, _ in enumerate(runs)]
+    return lax.switch(index, branches, args, perturbations)
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomDerivative:
+    """An equation with a custom derivative that contains sites.
+
+    - `plan`: that of the derivative, which is linear in tangents.
+    - `numbers`: the inputs of the equation that the derivative takes first.
+    - `tangents`: the types of the tangents, which it takes next.
+    - `outs`: the outputs of the equation that are used.
+    - `live`: the outputs whose tangents it returns.
+    """
+
+    jaxpr: Any
+    eqn: Any
+    plan: "Plan"
+    numbers: list[int]
+    tangents: list[Any]
+    outs: list[int]
+    live: list[int]
+
+    def __call__(self, ins: list, perturbations: list | None) -> Run:
+        """Runs the equation unchanged; perturbations only enter its derivative.
+
+        They only matter for derivatives with respect to them: they are zero, and so is
+        their contribution, even if a derivative is infinite.
+        """
+        known = [self.plan.consts, [ins[i] for i in self.numbers]]
+
+        def run(known: list, perturbations: list | None) -> Run:
+            consts, args = known
+            zeros = [full_varying_as(aval, 0) for aval in self.tangents]
+            return self.plan.run([*args, *zeros], perturbations, consts)
+
+        @jax.custom_jvp
+        def perturbed_by(outs: list, known: list, perturbations: list) -> list:
+            return outs
+
+        @perturbed_by.defjvp
+        def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
+            outs, known, _ = primals
+            moved, _, perturbations = tangents
+            added = run(known, perturbations)[0]
+            return outs, [x + y for x, y in safe_zip(moved, added)]
+
+        every: list = [None for _ in self.eqn.outvars]
+        outs = [self.eqn.outvars[i] for i in self.outs]
+        used = run_equation(self.jaxpr, self.eqn, outs)(*ins)
+        for i, out in safe_zip(self.outs, used):
+            every[i] = out
+        _, operands, values = run(known, None)
+        if perturbations is not None:
+            live = perturbed_by([every[i] for i in self.live], known, perturbations)
+            for i, out in safe_zip(self.live, live):
+                every[i] = out
+        return every, operands, values
+
+
+class Plan:
+    """The plan of a jaxpr, built by going through its equations.
+
+    - `steps`: how to run the equations with sites, and their numbers of perturbations.
+    - `outs`: the outputs that are the same for all examples.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]) -> None:
+        self.jaxpr, self.consts = jaxpr, list(consts)
+        self.steps: dict[int, tuple[Step, int]] = {}
+        self.sites: list[Site] = []
+        self.perturbations: list[_Struct] = []
+        self.operands: list[_Struct] = []
+        self.outs: list[Node | None] = []
+        # Values that have a perturbation and are used only once, as views of it.
+        self.perturbed_by: dict[Any, View] = {}
+
+    def run(
+        self, args: list, perturbations: list | None, consts: list | None = None
+    ) -> Run:
+        """Evaluates the jaxpr with perturbations added to the outputs of its sites."""
+        operands: list = []
+        perturbed: list = []
+        remaining = iter(perturbations or ())
+
+        def replace(index: int, eqn: Any) -> Callable[[list], list] | None:
+            if index not in self.steps:
+                return None
+            step, num = self.steps[index]
+
+            def run(ins: list) -> list:
+                part = None
+                if perturbations is not None:
+                    part = [*itertools.islice(remaining, num)]
+                outs, *rest = step(ins, part)
+                operands.extend(rest[0])
+                perturbed.extend(rest[1])
+                return outs
+
+            return run
+
+        consts = self.consts if consts is None else consts
+        outs = evaluate_with(self.jaxpr, consts, args, replace)
+        return outs, operands, perturbed
+
+    def follow(self, eqn: Any, uses: collections.Counter) -> None:
+        """Follows a perturbed value through an equation that moves its axes.
+
+        A value that is used more than once has more than one cotangent.
+        """
+        for atom in eqn.invars:
+            before = self._perturbed(atom)
+            if before is None or eqn.primitive.name not in MOVES:
+                continue
+            for moved in extend_view(before, eqn, 0) or ():
+                if moved and moved.axes is not None and moved.is_isometry:
+                    self.perturbed_by[eqn.outvars[0]] = moved
+        for var in eqn.outvars:
+            if uses[var] != 1:
+                self.perturbed_by.pop(var, None)
+
+    def follow_out(self, inner: "Plan", outs: list) -> None:
+        """Follows a perturbed value out of a call that is about to be included."""
+        for var, out in safe_zip(inner.jaxpr.outvars, outs):
+            before = inner._perturbed(var)
+            if before is not None:
+                number = before.leaf + len(self.perturbations)
+                self.perturbed_by[out] = dataclasses.replace(before, leaf=number)
+
+    def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> View | None:
+        """The summand of a parameter, if it is perturbed and as large as the sum."""
+        name = eqn.primitive.name
+        if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
+            return None
+        (position,) = rules
+        other, out = eqn.invars[1 - position], eqn.outvars[0]
+        return self._perturbed(other) if other.aval.shape == out.aval.shape else None
+
+    def _perturbed(self, atom: Any) -> View | None:
+        return None if isinstance(atom, jex.Literal) else self.perturbed_by.get(atom)
+
+    def include(
+        self,
+        index: int,
+        step: Step,
+        plans: Sequence["Plan"],
+        steps: tuple[int, ...] = (),
+    ) -> None:
+        """Includes the plans of a call, or of `steps` of a loop, if it has sites."""
+        if not any(plan.steps for plan in plans):
+            return
+        self.steps[index] = step, sum(len(plan.perturbations) for plan in plans)
+        stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
+        for plan in plans:
+            for site in plan.sites:
+                operand = site.operand
+                operand = None if operand is None else operand + len(self.operands)
+                number = site.perturbation + len(self.perturbations)
+                self.sites.append(
+                    dataclasses.replace(site, perturbation=number, operand=operand)
+                )
+            self.perturbations += map(stacked, plan.perturbations)
+            self.operands += map(stacked, plan.operands)

@@ -41,10 +41,16 @@ from .._batch.accumulators import (
     Mean,
     Sum,
 )
-from .._batch.batch import Batch, Blocks
+from .._batch.batch import (
+    as_block_size,
+    as_microbatch_size,
+    Batch,
+    Blocks,
+    MemoryBudget,
+    Size,
+)
 from .._batch.derivative import AbstractDerivative, like_parameters, split_examples
 from .._batch.loop import accumulated, is_accumulator, Rows
-from .._batch.memory import as_block_size, as_microbatch_size, MemoryBudget, Size
 from .._batch.transform import (
     AbstractAutoSharded,
     also_decorator,
@@ -58,8 +64,8 @@ from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.pytree import joined, Unravel
 from .._kernels.engine import on_device
 from .._kernels.kernel import Grid, room_of
-from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import choose_formed, ExampleFactors, ModelKernel, Sites
+from .._ntk.traced_model import Mirror, OutputAxes
 from .._sites.factors import Factors, weighted_sum
 from .._sites.site import Site
 

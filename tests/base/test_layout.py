@@ -17,7 +17,7 @@ from eqxbatch import (
     Mean,
     MonteCarloKernel,
 )
-from eqxbatch._base.cpu import (
+from eqxbatch._base.platforms import (
     evaluate_in_loop,
     in_opaque_branch,
     mirrored,

@@ -32,22 +32,22 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._base.platforms import for_platform, GPU
-from eqxbatch._batch import memory as memory_module
-from eqxbatch._batch.memory import CompiledBytes, fit_size, machine_bytes
+from eqxbatch._batch import batch as batch_module
+from eqxbatch._batch.batch import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import pairings
 from ..helpers import assert_same, bent, CountTraces, drawn, memory, normal
 
 
 @pytest.fixture(autouse=True)
 def _empty_cache():
-    memory_module._SIZES.clear()
+    batch_module._SIZES.clear()
 
 
 @pytest.fixture
 def compilations(monkeypatch):
     """The sizes that are compiled to measure them."""
     sizes = []
-    original = memory_module.fit_size
+    original = batch_module.fit_size
 
     def spy(budget, largest, bytes_at, first):
         def counted(size):
@@ -56,7 +56,7 @@ def compilations(monkeypatch):
 
         return original(budget, largest, counted)
 
-    monkeypatch.setattr(memory_module, "fit_size", spy)
+    monkeypatch.setattr(batch_module, "fit_size", spy)
     return sizes
 
 
@@ -104,13 +104,13 @@ def test_figures_are_those_of_optimised_programs(monkeypatch):
     grad = filter_micro_grad(loss, microbatch_size=60, clip_norm=1.0)
     run = lambda operands: grad(*operands)
     operands = conv, jnp.ones((100, 1, 28, 28))
-    found = memory_module.compiled_bytes(run, operands)
+    found = batch_module.compiled_bytes(run, operands)
     assert found.outputs > 0
     # The tests do not optimise either, but for this one.
     options = {"xla_backend_optimization_level": 3}
     options |= {"xla_llvm_disable_expensive_passes": False}
-    monkeypatch.setattr(memory_module, "_OPTIONS", {"cpu": options})
-    assert memory_module.compiled_bytes(run, operands) == found
+    monkeypatch.setattr(batch_module, "_OPTIONS", {"cpu": options})
+    assert batch_module.compiled_bytes(run, operands) == found
 
 
 def test_everything_fits(compilations):
@@ -236,10 +236,10 @@ def test_what_is_available(tmp_path, monkeypatch):
 
 def test_a_cpu_has_what_is_available(monkeypatch):
     free = 3 * 2**30
-    monkeypatch.setattr(memory_module, "machine_bytes", lambda: free)
-    memory_module._machine_bytes_at.cache_clear()
+    monkeypatch.setattr(batch_module, "machine_bytes", lambda: free)
+    batch_module._machine_bytes_at.cache_clear()
     assert MemoryBudget().resolve() == 2**31
-    memory_module._machine_bytes_at.cache_clear()
+    batch_module._machine_bytes_at.cache_clear()
 
 
 class Device:
@@ -498,7 +498,7 @@ def test_what_is_measured_inside_of_shard_map_is_the_program_of_a_device(compila
     x = jnp.ones((1024, 16))
     sizes = []
     for fun, inner in ((heavy, False), (named, True)):
-        memory_module._SIZES.clear()
+        batch_module._SIZES.clear()
         compilations.clear()
         run = filter_micro_vmap(fun, microbatch_size=budget, accumulator=Sum())
         if inner:

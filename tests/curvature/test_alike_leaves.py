@@ -17,7 +17,7 @@ from eqxbatch import (
     filter_hessian_diagonal,
     Mean,
 )
-from eqxbatch._base.primitives import inner_jaxprs
+from eqxbatch._base.jaxprs import inner_jaxprs
 from ..helpers import drawn, normal
 from .oracle import close
 

@@ -335,7 +335,7 @@ class TestModes:
                 "_curvature.columns.consecutive_groups",
                 "_curvature.by_sites.contract",
                 "_curvature.by_sites.contraction_cost",
-                "_curvature.gauss_newton.site_terms",
+                "_curvature.by_sites.site_terms",
             ),
         ),
     )

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 import eqxbatch
-from eqxbatch._base.primitives import callee, PRODUCTS
+from eqxbatch._base.jaxprs import callee, PRODUCTS
 
 
 # TF32 on GPUs, and bfloat16 on TPUs.

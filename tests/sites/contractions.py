@@ -7,8 +7,14 @@ from jaxtyping import Array
 
 from eqxbatch._base.dtypes import common_dtype, squared_norm
 from eqxbatch._base.jaxprs import TracedFunction
-from eqxbatch._sites.einsum import EXAMPLE, Labels, OTHER_EXAMPLE
-from eqxbatch._sites.factors import Factors, gradients, weighted_sum
+from eqxbatch._sites.factors import (
+    EXAMPLE,
+    Factors,
+    gradients,
+    Labels,
+    OTHER_EXAMPLE,
+    weighted_sum,
+)
 from eqxbatch._sites.gram import gram, has_gram, OfLeaf, squared_norms
 from eqxbatch._sites.site import Label, Site
 from eqxbatch._sites.trace import Program

@@ -9,17 +9,20 @@ import jax.random as jr
 import numpy as np
 
 from eqxbatch._base.jaxprs import TracedFunction
-from eqxbatch._sites.einsum import EXAMPLE, OTHER_EXAMPLE
 from eqxbatch._sites.factors import (
+    EXAMPLE,
     Factors,
     gradients,
     inner_products,
+    OTHER_EXAMPLE,
     weighted_sum,
 )
-from eqxbatch._sites.gram import gram, OfLeaf, squared_norms
-from eqxbatch._sites.second_moments import (
+from eqxbatch._sites.gram import (
+    gram,
     has_products_of_squares,
+    OfLeaf,
     squared_distances,
+    squared_norms,
     squared_sum,
 )
 from eqxbatch._sites.site import is_allowed

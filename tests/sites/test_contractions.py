@@ -11,7 +11,7 @@ import pytest
 
 from eqxbatch._curvature import by_sites
 from eqxbatch._sites import gram, trace
-from eqxbatch._sites.einsum import EXAMPLE
+from eqxbatch._sites.factors import EXAMPLE
 from ..layers import LAYERS
 from .contractions import contraction_errors
 

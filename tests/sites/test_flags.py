@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from eqxbatch import filter_kfac
-from eqxbatch._base import primitives
+from eqxbatch._base import jaxprs
 from eqxbatch._base.jaxprs import (
     TracedFunction,
     without_forward_mode,
@@ -281,11 +281,11 @@ def test_objects(monkeypatch):
     assert list(fallbacks) == [0]
     assert "no rule for `call_hi_primitive[Twice]`" in fallbacks[0]
     closed = jax.make_jaxpr(apply)(jnp.ones(3))
-    assert primitives.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
-    assert primitives.callee(closed.eqns[0]) is None
+    assert jaxprs.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
+    assert jaxprs.callee(closed.eqns[0]) is None
     # One of JAX's own, whose program is known to have its derivative.
     monkeypatch.setattr(twice, "__module__", "jax.numpy")
-    monkeypatch.setitem(primitives._CLASSES, "Twice", "einsum")
+    monkeypatch.setitem(jaxprs._CLASSES, "Twice", "einsum")
     program, comparable = compare(case)
     assert comparable == [True, True]
     assert [site.view.is_isometry for site in program.sites] == [True, True]

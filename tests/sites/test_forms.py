@@ -16,7 +16,7 @@ from eqxbatch import (
     filter_hessian_diagonal,
     filter_micro_grad,
 )
-from eqxbatch._base import primitives
+from eqxbatch._base import jaxprs
 from ..helpers import normal, thinned, variants
 from ..layers import Case, vectors, weight
 from .oracle import cast, compare
@@ -370,9 +370,9 @@ def test_kernel_of_what_is_only_added(way, lengths):
 
 @pytest.mark.parametrize("name", ("reshape", "dot_general", "scan"))
 def test_unknown_parameters_are_declined(name, monkeypatch):
-    words, known = primitives._KNOWN[name]
+    words, known = jaxprs._KNOWN[name]
     unknown = {"dimensions", "dimension_numbers", "reverse"}
-    monkeypatch.setitem(primitives._KNOWN, name, (words, known - unknown))
+    monkeypatch.setitem(jaxprs._KNOWN, name, (words, known - unknown))
 
     def fun(ws, x):
         columns = lax.scan(lambda c, w: (c, w * x), 0.0, ws[0])[1]
