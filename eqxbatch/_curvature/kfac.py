@@ -107,7 +107,7 @@ class KroneckerFactors(eqx.Module):
 
     - `blocks`: one block for each weight (together with its bias if that counts as one
         more input), and one for each other array. A Kronecker block has two factors:
-        `outputs`, the second moments of the output cotangents, of shape
+        `outputs`, the second moments of the gradients of the layer's outputs, of shape
         `(batch, rows, rows)`, and `inputs`, the second moments of the inputs, of shape
         `(batch, columns, columns)`, or `(batch, columns)` if they are diagonal, as for
         an embedding. `batch` is the number of stacked matrices, such as the groups of a
@@ -185,7 +185,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
     """Kronecker factors (K-FAC) of a Gauss-Newton or Fisher matrix.
 
     The block of a weight in [`eqxbatch.filter_ggn`][] is the second moment of `d a^T`,
-    where `a` is the input of its layer and `d` are the cotangents of its output. K-FAC
+    where `a` is the input of its layer and `d` the gradient of its output. K-FAC
     approximates it by the Kronecker product of the second moments of `d` and of `a`.
     These are found for every matrix product, convolution and embedding in any program:
     inside `scan`s, in custom layers, for weights that are used several times, and for
@@ -201,7 +201,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
     - `weight_sharing`: how to treat a weight that is used at several positions of one
         example, such as those of an image or a sequence, the steps of a `scan`, or
         several calls. `"expand"` treats positions as separate examples. `"reduce"` uses
-        the mean of the inputs and the sum of the cotangents over the positions, which
+        the mean of the inputs and the sum of the gradients over the positions, which
         suits models that average over positions before the loss. Embeddings are always
         expanded.
     - `corrected`: whether to correct the eigenvalues (EK-FAC). A second pass over the

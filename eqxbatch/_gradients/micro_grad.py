@@ -620,7 +620,7 @@ class MicroValueAndGrad(
 
     ??? cite
 
-        Per-example gradient norms from activations and cotangents follow Goodfellow,
+        Per-example gradient norms from inputs and output gradients follow Goodfellow,
         "Efficient per-example gradient computations",
         [arXiv:1510.01799](https://arxiv.org/abs/1510.01799), and for layers that are
         used at many positions, Li et al., "Large language models can be strong

@@ -136,7 +136,7 @@ class Projection(eqx.Module):
     Each gradient becomes `dim` numbers, whose inner products estimate those of the
     gradients without bias. An entry of a matrix is multiplied by a random sign for its
     row and one for its column, so that for layers, the projection is one of inputs and
-    one of output cotangents: no gradient is formed, and no large random matrix. The
+    one of gradients of outputs: no gradient is formed, and no large random matrix. The
     other axes of a weight count as one. The variance falls as `1 / dim`.
 
     **Arguments:**

@@ -20,7 +20,7 @@ class LeafReport:
     - `sites`: the operations that the leaf enters; inside a `scan`, with its length, as
         in `scan(10) dot_general`.
     - `contraction`: how the leaf's share in per-example gradient norms is computed.
-        `"factors"`: from the inputs and output cotangents of the sites, without forming
+        `"factors"`: from inputs at the sites and gradients of outputs, without forming
         gradients. `"gradient"`: each per-example gradient is formed from these.
         `"derivative"`: automatic differentiation forms it. `"none"`: the function does
         not use the leaf.
