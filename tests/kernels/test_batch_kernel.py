@@ -295,6 +295,8 @@ def test_estimators_are_symmetric_by_themselves(name, getkey):
         assert_same(kernel.symmetric(got), got, tol=0)
 
 
+# In default runs: `tests/ntk/test_estimators_in_blocks.py`.
+@pytest.mark.matrix
 def test_estimators_with_keys_and_pairs(getkey):
     class Noisy(eqx.Module):
         linear: eqx.nn.Linear
@@ -336,7 +338,7 @@ def test_within_transforms(getkey):
     mesh = make_mesh(AxisType.Auto)
     spread = filter_batch_kernel(rbf, block_size=3, symmetric=True, mesh=mesh)
     loss = lambda x: jnp.sum(spread(x) ** 3)
-    assert_same(jax.grad(loss)(x), expected[2], tol=1e-4)
+    assert_same(jax.jit(jax.grad(loss))(x), expected[2], tol=1e-4)
 
     model = bent(3, 2, getkey())
     of_model = lambda model: jnp.sum(
