@@ -297,8 +297,8 @@ def test_the_accumulator_says_what_a_loss_of_a_batch_is():
     w, x = jnp.ones(2), jnp.arange(14.0).reshape(7, 2)
     for reduce, accumulator in ((jnp.mean, eqxbatch.Mean()), (jnp.sum, Sum())):
         loss = lambda w, x, reduce=reduce: reduce((x @ w) ** 2)
-        expected = jax.grad(loss)(w, x)
-        for size in (1, 3, 7, None):
+        expected = jax.jit(jax.grad(loss))(w, x)
+        for size in (3, None):
             by_rows = filter_microbatch(
                 eqx.filter_grad(loss),
                 in_axes=(None, 0),
