@@ -273,8 +273,6 @@ def test_axes_of_examples(getkey):
     )
     assert_same(ntk(t1, t2), np.einsum("nmaabb->nmb", expected) / 2)
     # A whole batch at once, first where examples do not interact.
-    whole = EmpiricalNTK(eqx.filter_vmap(model), in_axes=None, trace_axes=())
-    assert_same(whole(x1, x2), expected)
     diagonal = EmpiricalNTK(
         eqx.filter_vmap(model), in_axes=None, trace_axes=(), diagonal_axes=(0,)
     )

@@ -71,8 +71,8 @@ class TestDevices:
         mesh = jax.make_mesh((4,), ("r",))
         x = normal(getkey(), (9, 3))
         settings = {"mesh": mesh, axis: "r", "store": HostStore(), "block_size": 2}
-        got = as_jax(kernel(**settings)(x))
-        assert_same(got, sampled(x)[0])
+        got = as_jax(kernel(**settings, get="nngp")(x))
+        assert_same(got, sampled(x, get="nngp")[0])
 
     def test_other_axes(self, getkey):
         """With the examples of inputs and of a keyword argument last."""
@@ -181,7 +181,7 @@ class TestMemory:
 
     def test_budget(self):
         budget = MemoryBudget("3MB")
-        stats = self.program(100, samples_per_batch=budget)
+        stats = self.program(100, samples_per_batch=budget, get="nngp")
         used = stats.temp_size_in_bytes + stats.output_size_in_bytes
         assert 300_000 < used <= 3_000_000
 
