@@ -151,8 +151,7 @@ def test_estimators_as_kernel_functions(getkey):
     model = bent(3, 2, getkey())
     x, y = normal(getkey(), (7, 3)), normal(getkey(), (4, 3))
     cases = {
-        "inner blocks": (EmpiricalNTK(model, block_size=2), {}, (x, y)),
-        "named": (EmpiricalKernel(model), {}, (x, y, "ntk")),
+        "inner blocks": (EmpiricalKernel(model, block_size=2), {}, (x, y, "ntk")),
         "examples last": (
             EmpiricalNTK(model, in_axes=1),
             {"in_axes": 1},
