@@ -403,7 +403,8 @@ def random_features(x1, x2=None, *, key, mask):
 
 
 @pytest.mark.parametrize(
-    ("array", "has_pair"), thinned((np.array, jnp.array), (True, False))
+    ("array", "has_pair"),
+    spread([(f, pair) for f in (np.array, jnp.array) for pair in (True, False)], 1),
 )
 def test_examples_that_are_given_twice(array, has_pair):
     """Are one side, also within a compiled function and as NumPy arrays."""

@@ -109,6 +109,8 @@ def test_pytrees(one_side, getkey, tmp_path):
     assert got["rows"].chunks == (3,)
 
 
+# In default runs: `tests/ntk/test_estimators_in_blocks.py`.
+@pytest.mark.matrix
 def test_estimators(getkey, tmp_path):
     kernel = EmpiricalKernel(bent(3, 2, getkey()), trace_axes=())
     x = normal(getkey(), (7, 3))

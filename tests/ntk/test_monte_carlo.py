@@ -350,6 +350,9 @@ class TestCalls:
         gradients = jax.jit(lambda x: (jax.grad(total)(x), jax.grad(dense)(x)))
         assert_same(*gradients(x))
 
+    @pytest.mark.matrix
+    def test_mapped_over_keys(self, getkey):
+        x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
         settings = {"num_samples": 3, "get": "nngp"}
         of_key = lambda key: MonteCarloKernel(init, key=key, **settings)(x, y)
         numbers = np.asarray(jr.key_data(KEY))
