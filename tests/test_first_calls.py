@@ -14,7 +14,7 @@ import pytest
 
 from eqxbatch import EmpiricalNTK, filter_hessian, filter_jacobian, filter_micro_grad
 from .families import calls
-from .helpers import drawn
+from .helpers import drawn, variants
 
 
 MODEL = drawn(eqx.nn.MLP, 3, 2, 4, 1, key=jax.random.key(0))
@@ -177,9 +177,13 @@ def twice_of_one():
 
 @pytest.mark.parametrize(
     "calls",
-    (
-        *(over_numbers, over_arrays, over_lists, over_shapes, over_settings),
-        *(while_traced, in_scans, twice_of_one),
+    variants(
+        (
+            *(over_numbers, over_arrays, over_lists, over_shapes, over_settings),
+            *(while_traced, in_scans, twice_of_one),
+        ),
+        # The same as numbers, shapes and loops.
+        *(over_lists, over_settings, in_scans),
     ),
 )
 @pytest.mark.filterwarnings("error")

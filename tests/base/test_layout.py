@@ -25,7 +25,7 @@ from eqxbatch._base.cpu import (
 )
 from eqxbatch._kernels import kernel as kernel_module
 from eqxbatch._ntk import monte_carlo
-from ..helpers import assert_same, drawn, memory, normal, spread, thinned
+from ..helpers import assert_same, drawn, memory, normal, spread, variants
 
 
 def conv_layouts(fun, *args, platform="cpu"):
@@ -47,7 +47,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("dims", "case"), thinned((1, 2, 3), [*CASES]))
+# Each number of dimensions, and what changes the layout most.
+DENSE = ((1, "circular"), (2, "groups"), (3, "dilation"))
+EACH = [(dims, case) for dims in (1, 2, 3) for case in CASES]
+
+
+@pytest.mark.parametrize(
+    ("dims", "case"), variants(EACH, *(x for x in EACH if x not in DENSE))
+)
 def test_equals_dense(dims, case, getkey):
     conv = drawn(eqx.nn.Conv, dims, 2, 4, 3, key=getkey(), **CASES[case])
     x = normal(getkey(), (9, 2, *(7, 6, 5)[:dims]))
