@@ -14,7 +14,7 @@ import pytest
 
 from eqxbatch import EmpiricalNTK, filter_hessian, filter_jacobian, filter_micro_grad
 from .families import calls
-from .helpers import drawn
+from .helpers import drawn, variants
 
 
 MODEL = drawn(eqx.nn.MLP, 3, 2, 4, 1, key=jax.random.key(0))
@@ -57,8 +57,9 @@ def loss(model, x):
     ),
 )
 def test_choices_are_logged(call, expected, caplog):
+    # Choices are made where programs are traced.
     with caplog.at_level(logging.DEBUG, "eqxbatch"):
-        call()
+        eqx.filter_eval_shape(call)
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith(expected) for message in messages), messages
 
@@ -81,7 +82,7 @@ def programs_of(names, folder, seed):
 
 # The others do what these do: a loop, sites, blocks.
 FAMILIES = [*calls()]
-SOME = ("clipped gradients", "NTK", "random models")
+SOME = ("clipped gradients", "NTK")
 
 
 @pytest.mark.parametrize(
@@ -176,9 +177,13 @@ def twice_of_one():
 
 @pytest.mark.parametrize(
     "calls",
-    (
-        *(over_numbers, over_arrays, over_lists, over_shapes, over_settings),
-        *(while_traced, in_scans, twice_of_one),
+    variants(
+        (
+            *(over_numbers, over_arrays, over_lists, over_shapes, over_settings),
+            *(while_traced, in_scans, twice_of_one),
+        ),
+        # The same as numbers, shapes and loops.
+        *(over_lists, over_settings, in_scans),
     ),
 )
 @pytest.mark.filterwarnings("error")

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqxbatch as eb
 from .features import FEATURES, KEY, loss, mean_loss, MODELS, parameters, SIZE
-from .helpers import assert_same, drawn, KINDS, make_mesh, normal, put
+from .helpers import assert_same, drawn, KINDS, make_mesh, normal, put, variants
 
 
 pytestmark = pytest.mark.versions
@@ -166,9 +166,6 @@ class TestExplicit:
             lambda model, x: eb.filter_micro_vmap(
                 lambda x: model(x), microbatch_size=SIZE
             )(x),
-            lambda model, x: eb.filter_micro_vmap(
-                lambda x: model(x), microbatch_size=eb.MemoryBudget("1MB")
-            )(x),
             lambda model, x: eb.filter_batch_kernel(
                 lambda a, b: eb.EmpiricalNTK(model)(a, b), block_size=5
             )(x, x),
@@ -234,7 +231,7 @@ class TestExplicit:
             hessian(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
 def test_convolutions_that_say_how_they_are_spread(kind):
     """In loops, too, where they have another layout."""
     mesh = make_mesh(kind)
@@ -258,7 +255,7 @@ def test_convolutions_that_say_how_they_are_spread(kind):
     assert np.all(np.isfinite(wanted.weight))
 
 
-@pytest.mark.parametrize("names_axes", (False, True))
+@pytest.mark.parametrize("names_axes", variants((False, True), False))
 def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
     """Their derivatives are equations of a program that has been traced there."""
     mesh = make_mesh(AxisType.Explicit, (2,))
@@ -286,6 +283,7 @@ def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
     np.testing.assert_allclose(got[1], np.mean(scales[:, None] * w, 0), rtol=1e-5)
 
 
+@pytest.mark.matrix
 def test_sites_are_explained_and_checked():
     model, x = drawn(eqx.nn.Linear, 3, 2, key=KEY), normal(KEY, (TOTAL, 3))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))

@@ -55,19 +55,23 @@ class Network(eqx.Module):
         return self.last(self.dropout(jax.nn.relu(hidden), key=key)), state
 
 
+# Otherwise, XLA compiles a program for each array.
+network = eqx.filter_jit(eqx.nn.make_with_state(Network))
+
+
 def batch_normalisation_of_many_inputs():
-    model, state = eqx.nn.make_with_state(Network)(KEY)
+    model, state = network(KEY)
     x, _ = data()
     inference = eqx.nn.inference_mode(model)
     out, _ = eb.filter_micro_vmap(
         inference, in_axes=(0, None), out_axes=(0, None), microbatch_size="100MB"
     )(x, state)
-    expected = jax.vmap(inference, (0, None), (0, None))(x, state)[0]
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    expected = eqx.filter_jit(eqx.filter_vmap(inference, in_axes=(0, None)))(x, state)
+    np.testing.assert_allclose(out, expected[0], rtol=1e-5, atol=1e-6)
 
 
 def accumulation_with_dropout_state_bfloat16_and_donation():
-    model, state = eqx.nn.make_with_state(Network)(KEY)
+    model, state = network(KEY)
     x, y = data()
     optimiser = optax.adam(3e-2)
     opt_state = optimiser.init(eb.parameters(model))
@@ -111,11 +115,15 @@ def private_sgd():
         microbatch_size=16,
         accumulator=eb.Sum(),
     )
-    grads = clipped(model, x, y)
-    noise = optax.tree.random_like(KEY, grads, jr.normal)
-    grads = jax.tree.map(lambda g, z: (g + 1.1 * z) / N, grads, noise)
-    updates, state = optimiser.update(grads, state)
-    model = eqx.apply_updates(model, updates)
+
+    @eqx.filter_jit
+    def step(model, state, grads):
+        noise = optax.tree.random_like(KEY, grads, jr.normal)
+        grads = jax.tree.map(lambda g, z: (g + 1.1 * z) / N, grads, noise)
+        updates, state = optimiser.update(grads, state)
+        return eqx.apply_updates(model, updates), state
+
+    model, state = step(model, state, clipped(model, x, y))
     assert optax.tree.norm(clipped(model, x, y)) <= N
 
 
@@ -142,7 +150,7 @@ def a_kernel_on_disk(folder):
     kernel(x)
     # In another process, most often.
     found = np.asarray(eb.open_kernel(path))
-    expected = jax.vmap(lambda x1: jax.vmap(lambda x2: rbf(x1, x2))(x))(x)
+    expected = jax.jit(jax.vmap(jax.vmap(rbf, (None, 0)), (0, None)))(x, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -200,15 +208,16 @@ def kfac_training():
 def an_ensemble_by_data_grid():
     x, _ = data()
     make = lambda key: eqx.nn.MLP(DIM, "scalar", 8, 1, key=key)
-    models = eqx.filter_vmap(make)(jr.split(KEY, 5))
+    models = eqx.filter_jit(eqx.filter_vmap(make))(jr.split(KEY, 5))
     out = eb.filter_grid_vmap(
         lambda model, x: model(x),
         in_axes={"model": "members", "x": "examples"},
         block_size=32,
     )(models, x)
-    first = jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, models)
+    first = jax.tree.map(lambda x: np.asarray(x)[0] if eqx.is_array(x) else x, models)
     assert out.shape == (5, N)
-    np.testing.assert_allclose(out[0], jax.vmap(first)(x), rtol=1e-5, atol=1e-6)
+    expected = jax.jit(jax.vmap(first))(x)
+    np.testing.assert_allclose(out[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def the_jacobian_of_an_ode():
@@ -225,7 +234,7 @@ def the_jacobian_of_an_ode():
         block_size=16,
     )(field, starts)
     with_bias = lambda bias: eqx.tree_at(lambda f: f.layers[-1].bias, field, bias)
-    expected = jax.jacrev(lambda bias: solve(with_bias(bias), starts[0]))
+    expected = jax.jit(jax.jacrev(lambda bias: solve(with_bias(bias), starts[0])))
     got = jacobian.layers[-1].bias[0]
     np.testing.assert_allclose(got, expected(field.layers[-1].bias), rtol=1e-4)
 
@@ -263,7 +272,7 @@ def lora_with_scores():
         microbatch_size=16,
         return_norms=True,
     )(model, x, y)
-    updates, state = optimiser.update(grads, state)
+    updates, state = eqx.filter_jit(optimiser.update)(grads, state)
     model = eqx.apply_updates(model, updates)
     assert statistics.norms.shape == (N,)
     assert len(jax.tree.leaves(grads)) == 2

@@ -25,7 +25,7 @@ from eqxbatch._base.platforms import (
 )
 from eqxbatch._kernels import kernel as kernel_module
 from eqxbatch._ntk import monte_carlo
-from ..helpers import assert_same, drawn, memory, normal, spread, thinned
+from ..helpers import assert_same, drawn, memory, normal, spread, variants
 
 
 def conv_layouts(fun, *args, platform="cpu"):
@@ -47,7 +47,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("dims", "case"), thinned((1, 2, 3), [*CASES]))
+# Each number of dimensions, and what changes the layout most.
+DENSE = ((1, "circular"), (2, "groups"), (3, "dilation"))
+EACH = [(dims, case) for dims in (1, 2, 3) for case in CASES]
+
+
+@pytest.mark.parametrize(
+    ("dims", "case"), variants(EACH, *(x for x in EACH if x not in DENSE))
+)
 def test_equals_dense(dims, case, getkey):
     conv = drawn(eqx.nn.Conv, dims, 2, 4, 3, key=getkey(), **CASES[case])
     x = normal(getkey(), (9, 2, *(7, 6, 5)[:dims]))
@@ -245,7 +252,7 @@ def test_jaxprs_with_literals_constants_and_unused_outputs(getkey):
     assert_same(mapped, expected[0])
 
 
-@pytest.mark.parametrize("size", (300, 700))
+@pytest.mark.parametrize("size", spread((700, 300), 1))
 def test_large_matrices_are_mirrored_in_pieces_on_cpus_only(size, getkey):
     x = normal(getkey(), (size, size))
     expected = np.triu(x) + np.triu(x, 1).T
@@ -332,7 +339,8 @@ def test_blocks_of_kernels_are_kept_apart(monkeypatch):
 def test_random_models_are_drawn_apart(monkeypatch):
     def temporaries():
         init = lambda key: eqx.nn.MLP(8, 4, 128, 2, key=key)
-        kernel = MonteCarloKernel(init, key=jax.random.key(0), num_samples=4)
+        settings = {"num_samples": 4, "get": "nngp"}
+        kernel = MonteCarloKernel(init, key=jax.random.key(0), **settings)
         arrays, static = eqx.partition(kernel, eqx.is_array)
         run = lambda arrays, x: eqx.combine(arrays, static)(x)
         return memory(run, arrays, jnp.ones((4, 8))).temp_size_in_bytes

@@ -24,7 +24,8 @@ from .on_disk import Stops
 
 
 def test_meters_count_nans(getkey):
-    x = normal(getkey(), (13, 3)).at[5].set(jnp.nan).at[12].set(jnp.nan)
+    x = np.array(normal(getkey(), (13, 3)))
+    x[[5, 12]] = np.nan
     for settings in ({}, {"store": HostStore()}):
         for symmetric in (True, False):
             log = []
@@ -49,14 +50,15 @@ def test_meters_on_the_device(getkey):
     )
     got = metered(x)
     assert isinstance(got, jax.Array)
-    np.testing.assert_allclose(got, white(x), rtol=1e-5)
+    dense = np.asarray(jax.jit(white)(x))
+    np.testing.assert_allclose(got, dense, rtol=1e-5)
     sums = filter_batch_kernel(
         white,
         block_size=5,
         reduce=eqxbatch.KernelProduct(jnp.ones(13)),
         progress=Stops(None, None, log),
     )(x)
-    np.testing.assert_allclose(sums, white(x).sum(1), rtol=1e-5)
+    np.testing.assert_allclose(sums, dense.sum(1), rtol=1e-5)
     with pytest.raises(RuntimeError, match="stopped"):
         filter_batch_kernel(rbf, block_size=5, progress=Stops(2, RuntimeError, log))(x)
     assert log[-1] == ("close", 1)
@@ -94,7 +96,7 @@ class StartsWithItsOwn(AbstractReduction):
 
 def test_arrays_of_reductions_are_not_overwritten(getkey):
     x, offset = normal(getkey(), (13, 3)), normal(getkey(), (13,))
-    expected = np.asarray(offset) + np.asarray(rbf(x)).sum(1)
+    expected = np.asarray(offset) + np.asarray(jax.jit(rbf)(x)).sum(1)
     for settings in (
         {},
         {"progress": Stops(None, None, [])},
@@ -107,7 +109,8 @@ def test_arrays_of_reductions_are_not_overwritten(getkey):
 
 
 def test_tqdm(getkey, capsys):
-    x = normal(getkey(), (13, 3)).at[5].set(jnp.nan)
+    x = np.array(normal(getkey(), (13, 3)))
+    x[5] = np.nan
     meter = TqdmProgressMeter("digits")
     filter_batch_kernel(rbf, block_size=5, store=HostStore(), progress=meter)(x)
     shown = capsys.readouterr().err.split("\r")[-1]

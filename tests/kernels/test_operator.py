@@ -19,10 +19,9 @@ from eqxbatch import (
     HostStore,
     kernel_solve,
     KernelOperator,
-    MemoryBudget,
     ZarrStore,
 )
-from ..helpers import bent, make_mesh, normal, thinned, variants
+from ..helpers import bent, make_mesh, normal, spread, thinned, variants
 from .kernel_functions import lopsided, rbf, white
 
 
@@ -83,10 +82,10 @@ def stores(where, path):
 SOME = (
     ("symmetric", "half"),
     ("symmetric", "computed"),
-    ("not known to be", "all at once"),
-    ("lopsided", "host"),
+    ("not known to be", "host"),
+    ("lopsided", "all at once"),
     ("rectangle", "zarr"),
-    ("tall", "computed"),
+    ("tall", "host"),
     ("Hermitian", "half"),
     ("noise", "host"),
 )
@@ -235,7 +234,11 @@ SOLVERS = {
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    ("where", "solver"), thinned(("computed", "zarr"), tuple(SOLVERS))
+    ("where", "solver"),
+    variants(
+        [(where, solver) for where in ("computed", "zarr") for solver in SOLVERS],
+        *(("computed", "GMRES"), ("zarr", "GMRES")),
+    ),
 )
 def test_solvers_of_lineax(where, solver, tmp_path):
     kernel = KernelOperator(
@@ -263,6 +266,7 @@ def test_solvers_of_lineax(where, solver, tmp_path):
     np.testing.assert_allclose(gradient, inverse[0], rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.matrix
 def test_log_likelihood_of_a_gaussian_process():
     """Against the one by a Cholesky decomposition, with its gradient."""
     x, y = jnp.asarray(X), jnp.asarray(numbers(13))
@@ -304,15 +308,13 @@ def test_kernels_of_models(getkey, tmp_path):
     vectors = jnp.asarray(numbers(13, 2))
     for settings in (
         {"block_size": 5},
-        {"block_size": MemoryBudget(10**6)},
         {"block_size": 5, "store": ZarrStore(tmp_path, upper_only=True)},
     ):
         operator = KernelOperator(ntk, jnp.asarray(X), **settings)
         assert operator.matrix.is_hermitian
         close(operator.mv(vectors), matrix @ vectors)
-        if settings["block_size"] == 5:
-            close(operator.diagonal(), np.diagonal(matrix))
-            close(operator.column(12), matrix[:, 12])
+        close(operator.diagonal(), np.diagonal(matrix))
+        close(operator.column(12), matrix[:, 12])
     models = lambda model, v: KernelOperator(
         EmpiricalNTK(model), jnp.asarray(X), block_size=5
     ).mv(v)
@@ -342,7 +344,7 @@ def test_on_a_mesh(tmp_path):
     close(stored.mv(vectors), matrix @ vectors)
 
 
-@pytest.mark.parametrize("axis_type", (AxisType.Auto, AxisType.Explicit))
+@pytest.mark.parametrize("axis_type", spread((AxisType.Explicit, AxisType.Auto), 1))
 def test_a_store_while_a_mesh_is_set(axis_type):
     mesh = make_mesh(axis_type)
     settings = {"block_size": 2, "symmetric": True, "store": HostStore()}
@@ -401,7 +403,8 @@ def random_features(x1, x2=None, *, key, mask):
 
 
 @pytest.mark.parametrize(
-    ("array", "has_pair"), thinned((np.array, jnp.array), (True, False))
+    ("array", "has_pair"),
+    spread([(f, pair) for f in (np.array, jnp.array) for pair in (True, False)], 1),
 )
 def test_examples_that_are_given_twice(array, has_pair):
     """Are one side, also within a compiled function and as NumPy arrays."""
@@ -542,7 +545,7 @@ def twisted(x1, x2=None):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("store", ("device", HostStore()))
+@pytest.mark.parametrize("store", spread((HostStore(), "device"), 1))
 def test_conjugates_of_complex_kernels(store):
     operator = KernelOperator(twisted, X, Y, block_size=4, store=store)
     matrix = dense(twisted, X, Y)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -142,18 +141,22 @@ def test_chunks_that_cannot_be_read_are_kept(error, getkey, tmp_path, monkeypatc
 
 
 RUN = """
-    import pathlib, signal, sys
+    import pathlib, resource, signal, sys, time
     import jax.numpy as jnp, numpy as np
     import eqxbatch
 
-    path, moment, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
-    passed = []
+    folder, stops = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    passed, go_on = [], folder / "on"
+
+    def wait():
+        while not go_on.exists():
+            time.sleep(0.01)
 
     def reach(name):
         passed.append(name)
-        if name == moment and passed.count(name) == number:
+        if stops and stops[0] == f"{name} {passed.count(name)}":
             print("waits", flush=True)
-            sys.stdin.read()  # Until it is killed, or interrupted.
+            wait()  # Until it is killed, or interrupted.
 
     class Waits(eqxbatch.AbstractProgressMeter):
         def start(self, num_blocks, num_done):
@@ -175,6 +178,27 @@ RUN = """
         y = x if y is None else y
         return jnp.exp(-jnp.sum((x[:, None] - y[None]) ** 2, axis=-1))
 
+    def full():
+        x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+        store = eqxbatch.ZarrStore(folder / "full")
+        # A chunk of the second kernel is larger than files may be.
+        outer = lambda x, y: {"a": x @ y.T, "b": jnp.tile((x @ y.T)[..., None], 64)}
+        batched = eqxbatch.filter_batch_kernel(outer, block_size=16, store=store)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+        try:
+            batched(x)
+        except OSError as e:
+            print(e.errno, flush=True)
+        # Without the limit, it goes on.
+        sys.stdin.readline()
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        batched(x)
+
+    if stops[:1] == ["full"]:
+        full()
+        del stops[0]
     pathlib.Path.replace = replace
     # A shell in the background makes its children ignore the signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -183,19 +207,25 @@ RUN = """
         kernel,
         block_size=4,
         symmetric=True,
-        store=eqxbatch.ZarrStore(path),
+        store=eqxbatch.ZarrStore(folder / "stopped"),
         progress=Waits(),
     )
+    while len(stops) > 1:
+        try:
+            batched(x)
+        except KeyboardInterrupt:
+            wait()
+            go_on.unlink()
+            passed.clear()
+            del stops[0]
     batched(x)
-    print("done", flush=True)
 """
 
 
-def start_run(path, moment="", number=0):
-    """A process that runs a kernel, and stops at a moment to wait for a signal."""
-    command = [sys.executable, "-c", textwrap.dedent(RUN), path, moment, str(number)]
+def start_run(folder, *stops):
+    """A process that runs a kernel, and stops at some moments to wait for a signal."""
     return subprocess.Popen(
-        [*map(str, command)],
+        [sys.executable, "-c", textwrap.dedent(RUN), str(folder), *stops],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -204,31 +234,49 @@ def start_run(path, moment="", number=0):
     )
 
 
+def check_full_disk(process, folder):
+    assert process.stdout.readline() == f"{errno.EFBIG}\n"
+    found = chunks(folder)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    whole = {name for name, data in found.items() if len(data) == 16 * 16 * 4 + 4}
+    # Some versions of zarr leave a part of a chunk; the checksum tells.
+    assert whole == {name for name in found if name.startswith("a/")}
+    assert whole
+
+
+@pytest.mark.versions
 @pytest.mark.parametrize(
-    "stops",
+    "processes",
     (
-        (("SIGKILL", "chunk", 4), ("SIGINT", "block", 5)),
+        # An interrupted run goes on in the same process, whose disk was full before.
+        (("full", "SIGINT block 5", "SIGKILL chunk 4"),),
         pytest.param(
-            (
-                ("SIGKILL", "start", 1),
-                ("SIGKILL", "block", 3),
-                ("SIGINT", "chunk", 6),
-            ),
+            (("SIGKILL start 1",), ("SIGKILL block 3",), ("SIGINT chunk 6",)),
             marks=pytest.mark.matrix,
         ),
     ),
 )
-def test_runs_that_are_killed_or_interrupted(stops, tmp_path):
+def test_runs_that_are_killed_or_interrupted(processes, tmp_path):
     """One run after the other of one kernel, each of which goes on where it was."""
     size = 4 * 4 * 4 + 4
     num_chunks = []
-    for name, moment, number in stops:
-        with start_run(tmp_path / "stopped", moment, number) as process:
-            assert process.stdout.readline() == "waits\n"
+    for stops in processes:
+        signals = [stop.split()[0] for stop in stops if stop != "full"]
+        moments = [stop.split(maxsplit=1)[-1] for stop in stops]
+        with start_run(tmp_path, *moments) as process:
+            if stops[0] == "full":
+                check_full_disk(process, tmp_path / "full")
+            for i, name in enumerate(signals, 1):
+                assert process.stdout.readline() == "waits\n"
+                if i < len(signals):
+                    process.send_signal(getattr(signal, name))
+                    (tmp_path / "on").touch()
             process.send_signal(getattr(signal, name))
             # An interrupt comes to the main thread, which may wait for the writer.
-            process.stdin.close()
+            (tmp_path / "on").touch()
             out, err = process.stdout.read(), process.stderr.read()
+        (tmp_path / "on").unlink()
         assert process.returncode != 0
         assert out == ""
         assert ("KeyboardInterrupt" in err) == (name == "SIGINT")
@@ -238,11 +286,12 @@ def test_runs_that_are_killed_or_interrupted(stops, tmp_path):
         # Several chunks are written at a time. Only who is killed leaves parts of them.
         assert name == "SIGKILL" or len(found) == len(whole)
         num_chunks.append(len(whole))
-    assert (num_chunks[0] == 0) == (stops[0][1] == "start")
+    assert (num_chunks[0] == 0) == (processes[0][0] == "SIGKILL start 1")
     assert sorted(set(num_chunks)) == num_chunks
     assert num_chunks[-1] < 8**2
-    with start_run(tmp_path / "stopped") as process:
-        assert process.communicate()[0] == "done\n"
+    with start_run(tmp_path) as process:
+        _, err = process.communicate()
+    assert process.returncode == 0, err
     whole = filter_batch_kernel(
         rbf, block_size=4, symmetric=True, store=ZarrStore(tmp_path / "whole")
     )
@@ -250,6 +299,12 @@ def test_runs_that_are_killed_or_interrupted(stops, tmp_path):
     found = chunks(tmp_path / "stopped")
     assert len(found) == 8**2
     assert found == chunks(tmp_path / "whole")
+    if (tmp_path / "full").exists():
+        got = zarr.open_group(str(tmp_path / "full"), mode="r")
+        x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
+        np.testing.assert_allclose(got["a"][:], x @ x.T, rtol=1e-4, atol=1e-4)
+        expected = np.repeat((x @ x.T)[..., None], 64, axis=-1)
+        np.testing.assert_allclose(got["b"][:], expected, rtol=1e-4, atol=1e-4)
 
 
 # Stores with something else in them.
@@ -446,55 +501,6 @@ def test_a_disk_that_is_too_small(getkey, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="has 100 bytes left, and the kernel needs 324"):
         batched(x)
     assert chunks(tmp_path) == {}
-
-
-FULL = """
-    import resource, signal, sys
-    import jax.numpy as jnp, numpy as np
-    import eqxbatch
-
-    x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
-    store = eqxbatch.ZarrStore(sys.argv[1])
-    # A chunk of the second kernel is larger than files may be.
-    kernel = lambda x, y: {"a": (x @ y.T), "b": jnp.tile((x @ y.T)[..., None], 64)}
-    batched = eqxbatch.filter_batch_kernel(kernel, block_size=16, store=store)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-    try:
-        batched(x)
-    except OSError as e:
-        print(e.errno, flush=True)
-    # Without the limit, it goes on.
-    sys.stdin.readline()
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    batched(x)
-"""
-
-
-@pytest.mark.versions
-def test_a_disk_that_becomes_full(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(FULL), str(tmp_path / "kernel")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": COMPILE_FAST},
-    ) as process:
-        assert process.stdout.readline() == f"{errno.EFBIG}\n"
-        found = chunks(tmp_path / "kernel")
-        process.communicate("\n")
-    assert process.returncode == 0
-    whole = {name for name, data in found.items() if len(data) == 16 * 16 * 4 + 4}
-    # Some versions of zarr leave a part of a chunk; the checksum tells.
-    assert whole == {name for name in found if name.startswith("a/")}
-    assert whole
-    got = zarr.open_group(str(tmp_path / "kernel"), mode="r")
-    x = np.random.default_rng(0).standard_normal((64, 3)).astype(np.float32)
-    np.testing.assert_allclose(got["a"][:], x @ x.T, rtol=1e-4, atol=1e-4)
-    expected = np.repeat((x @ x.T)[..., None], 64, axis=-1)
-    np.testing.assert_allclose(got["b"][:], expected, rtol=1e-4, atol=1e-4)
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 30_000
 
 
 # Several processes.

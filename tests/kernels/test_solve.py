@@ -28,7 +28,7 @@ from eqxbatch import (
 )
 from eqxbatch._kernels.solve import ConjugateGradients, initial
 from ..flags import COMPILE_FAST
-from ..helpers import thinned, variants
+from ..helpers import drawn, spread, thinned, variants
 from .kernel_functions import rbf, white
 from .on_disk import Stops
 
@@ -56,7 +56,7 @@ def make(kernel=rbf, x=X, dtype=jnp.float64, **settings):
 @pytest.mark.usefixtures("x64")
 def test_a_kernel_with_its_examples():
     x, ridge = jnp.asarray(X), {"ridge": 0.1, "rtol": 1e-12}
-    model = eqx.nn.Linear(3, 2, key=jax.random.key(0), dtype=float)
+    model = drawn(eqx.nn.Linear, 3, 2, key=jax.random.key(0), dtype=float)
     ntk = EmpiricalNTK(model)
     calls = (
         ((rbf, x, Y), {"symmetric": True, "block_size": 16}),
@@ -111,7 +111,7 @@ def test_preconditioners_take_fewer_products():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("rank", (0, 10))
+@pytest.mark.parametrize("rank", spread((10, 0), 1))
 def test_kernels_with_noise_on_the_diagonal(rank):
     found = kernel_solve(
         make(white),
@@ -150,7 +150,13 @@ def test_complex_kernels():
         assert found.residuals.dtype == jnp.float64
 
 
-@pytest.mark.parametrize(("rank", "store"), thinned((0, 10), ("device", HostStore())))
+@pytest.mark.parametrize(
+    ("rank", "store"),
+    variants(
+        [(rank, store) for rank in (0, 10) for store in ("device", HostStore())],
+        *((0, "device"), (0, HostStore()), (10, "device")),
+    ),
+)
 @pytest.mark.usefixtures("x64")
 def test_complex_right_hand_sides_of_real_kernels(store, rank):
     y = Y + 1j * numbers(61, 2, seed=2)
@@ -219,7 +225,7 @@ def test_computed_in_single_precision_with_double_vectors():
     assert found.residuals <= 1e-9
 
 
-@pytest.mark.parametrize("block_size", (None, 100))
+@pytest.mark.parametrize("block_size", spread((100, None), 1))
 def test_defaults_fit_single_precision(block_size):
     """A wide kernel, which took hundreds of products or failed by default."""
     x = jnp.asarray(numbers(300, 2) / 3, jnp.float32)

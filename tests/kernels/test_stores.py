@@ -54,6 +54,7 @@ def assert_close(got, expected):
 
 def test_names_of_stores(getkey, tmp_path):
     x = normal(getkey(), (5, 3))
+    expected_kernel = np.asarray(jax.jit(rbf)(x))
     for store, expected in (
         ("host", HostStore()),
         (tmp_path / "path", ZarrStore(tmp_path / "path")),
@@ -62,10 +63,10 @@ def test_names_of_stores(getkey, tmp_path):
     ):
         batched = filter_batch_kernel(rbf, block_size=4, store=store)
         assert batched.store == expected
-        assert_close(numpy(batched(x)), np.asarray(rbf(x)))
+        assert_close(numpy(batched(x)), expected_kernel)
         operator = KernelOperator(rbf, x, block_size=4, store=store)
-        assert_close(operator.as_matrix(), rbf(x))
-    model = eqx.nn.Linear(3, 2, key=getkey())
+        assert_close(operator.as_matrix(), expected_kernel)
+    model = bent(3, 2, getkey())
     assert EmpiricalKernel(model, store="host").store == HostStore()
 
 
@@ -108,6 +109,8 @@ def test_pytrees(one_side, getkey, tmp_path):
     assert got["rows"].chunks == (3,)
 
 
+# In default runs: `tests/ntk/test_estimators_in_blocks.py`.
+@pytest.mark.matrix
 def test_estimators(getkey, tmp_path):
     kernel = EmpiricalKernel(bent(3, 2, getkey()), trace_axes=())
     x = normal(getkey(), (7, 3))
@@ -132,12 +135,14 @@ def test_arrays_without_entries(size, tmp_path):
 
     out_axes = {"k": (0, 1), "rows": (0, None), "none": (0, 1)}
     for i, totals in enumerate(((0, 5), (5, 0), (0, 0), (3, 5))):
-        x, y = (jnp.ones((total, 2)) for total in totals)
+        x, y = (np.ones((total, 2), np.float32) for total in totals)
         stored = filter_batch_kernel(
             kernel, block_size=size, out_axes=out_axes, store=tmp_path / f"{i}"
         )(x, y)
         for got, expected in zip(
-            jax.tree.leaves(numpy(stored)), jax.tree.leaves(kernel(x, y)), strict=True
+            jax.tree.leaves(numpy(stored)),
+            jax.tree.leaves(jax.jit(kernel)(x, y)),
+            strict=True,
         ):
             np.testing.assert_array_equal(got, expected)
 

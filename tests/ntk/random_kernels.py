@@ -55,23 +55,25 @@ def assert_same(got, expected, tol=None):
 
 
 @eqx.filter_jit
-def each(init, num, settings, x1, x2=None, keys=None):
+def each(init, num, settings, x1, x2=None, keys=None, get=None):
     """The kernels of all samples, from a loop over models in one program."""
 
     def one(i):
         fold = jax.vmap(lambda key: jr.fold_in(key, i))
         key = None if keys is None else tuple(fold(key) for key in keys)
-        return EmpiricalKernel(init(jr.fold_in(KEY, i)), **settings)(x1, x2, key=key)
+        kernel = EmpiricalKernel(init(jr.fold_in(KEY, i)), **settings)
+        return kernel(x1, x2, get or ("nngp", "ntk"), key=key)
 
     return jax.lax.map(one, jnp.arange(num))
 
 
-def sampled(x1, x2=None, num=7, init=init, keys=None, **settings):
+def sampled(x1, x2=None, num=7, init=init, keys=None, get=None, **settings):
     """Means and their standard errors.
 
     Fewer than 15 samples are the first of those, for which there is a program.
     """
-    kernels = jax.device_get(each(init, max(num, 15), settings, x1, x2, keys))
+    num_each = max(num, 15)
+    kernels = jax.device_get(each(init, num_each, settings, x1, x2, keys, get))
 
     def mean(k):
         wide = np.mean(k[:num], 0, np.result_type(k, np.float64))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from eqxbatch import EmpiricalNTK
 from eqxbatch._sites import gram
 from ..conftest import enable_x64
-from ..helpers import drawn
+from ..helpers import drawn, spread
 from .models import cast, jacobians
 
 
@@ -43,7 +43,8 @@ def dense(jac1, jac2):
     return np.tensordot(jac1, jac2, ((1, 2), (1, 2))) / 2
 
 
-def test_blocks_diagonals_and_maps_whose_terms_cancel():
+@pytest.mark.parametrize("mapped", spread((False, True), 1))
+def test_blocks_diagonals_and_maps_whose_terms_cancel(mapped):
     with enable_x64():
         model = cast(MODEL)
         x1, x2 = (
@@ -55,6 +56,12 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel():
         jac1, jac2, jac_far = np.split(jac, (5, 9))
         square = dense(jac1, jac1)
         close = {"rtol": 1e-9, "atol": 1e-10 * np.max(np.abs(square))}
+        if mapped:
+            several = jnp.asarray(np.stack([x1, far]))
+            found = np.asarray(jax.vmap(lambda x: kernel(model, x, x2))(several))
+            for got, jac in zip(found, (jac1, jac_far), strict=True):
+                np.testing.assert_allclose(got, dense(jac, jac2), **close)
+            return
         found = kernel(model, x1, block_size=2)
         np.testing.assert_allclose(found, square, **close)
         np.testing.assert_allclose(
@@ -62,10 +69,6 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel():
             np.diagonal(square),
             **close,
         )
-        several = jnp.asarray(np.stack([x1, far]))
-        found = np.asarray(jax.vmap(lambda x: kernel(model, x, x2))(several))
-        for got, jac in zip(found, (jac1, jac_far), strict=True):
-            np.testing.assert_allclose(got, dense(jac, jac2), **close)
 
 
 @pytest.mark.matrix

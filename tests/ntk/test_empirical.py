@@ -40,7 +40,7 @@ AXES = [
 
 
 @float64
-@pytest.mark.parametrize(("trace", "diagonal", "block_size"), spread(AXES, 5))
+@pytest.mark.parametrize(("trace", "diagonal", "block_size"), spread(AXES, 3))
 def test_axes(trace, diagonal, block_size, getkey):
     model = drawn(Matrices, key=getkey())
     x1, x2 = normal(getkey(), (3, 4), float), normal(getkey(), (5, 4), float)
@@ -301,11 +301,10 @@ def test_outputs_and_kinds(getkey):
     turned = blocked(x1, x2, ("NTK", "nngp"))
     assert turned._fields == ("ntk", "nngp")
     assert_same(tuple(turned), (both.ntk, both.nngp))
-    assert_same(blocked(x1, x2, get="NTK"), both.ntk)
-    assert_same(blocked(x1, x2, get="nngp"), both.nngp)
     assert type(blocked(x1, x2)) is type(both)
     kernel = EmpiricalKernel(model, trace_axes=(), method=2)
-    assert_same(tuple(kernel(x1, x2)), tuple(both), 1e-4)
+    assert_same(kernel(x1, x2, get="NTK"), both.ntk, 1e-4)
+    assert_same(kernel(x1, x2, get="nngp"), both.nngp, 1e-4)
     diagonal = truth(model, x1, x1, (), (0,))
     assert_same(blocked.diagonal(x1, get="ntk"), diagonal, 1e-4)
     for get in ((), ("ntk", "ntk"), "cov", ("ntk", "x"), 3, {"ntk"}):
@@ -444,7 +443,7 @@ def test_parameters_that_move_to_other_places(getkey):
         moved(normal(getkey(), (4, 4), float))
 
 
-@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float16, jnp.float32))
+@pytest.mark.parametrize("dtype", spread((jnp.bfloat16, jnp.float16), 1))
 def test_dtypes(dtype, getkey):
     model = drawn(eqx.nn.MLP, 4, 3, 64, 1, key=getkey(), dtype=dtype)
     x = normal(getkey(), (5, 4), dtype)
@@ -488,14 +487,15 @@ no_forward_mode.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d / jnp.cosh(x)
 @pytest.mark.flags
 @float64
 def test_models_without_forward_mode(getkey):
-    keys = jr.split(getkey(), 2)
-    layers = [eqx.nn.Linear(3, 4, key=keys[0]), eqx.nn.Linear(4, 1, key=keys[1])]
+    layers = [drawn(eqx.nn.Linear, *sizes, key=getkey()) for sizes in ((3, 4), (4, 1))]
     layers.insert(1, eqx.nn.Lambda(no_forward_mode))
     model, x = eqx.nn.Sequential(layers), normal(getkey(), (5, 3), float)
     expected = truth(model, x, x, (-1,), ())
     assert_same(EmpiricalNTK(model)(x), expected)
+    vector = np.asarray(x)[:, :1]
     assert_same(
-        EmpiricalNTK(model).untraced_matvec(x, None, x[:, :1]), expected @ x[:, :1]
+        EmpiricalNTK(model).untraced_matvec(x, None, jnp.asarray(vector)),
+        np.asarray(expected) @ vector,
     )
     with pytest.raises(TypeError, match="needs the model's derivative in forward mode"):
         EmpiricalNTK(model, method="ntk_vector_products")(x)

@@ -73,7 +73,8 @@ def test_any_size_and_exact_symmetry(total, method, getkey):
         unblocked = np.asarray(ntk(None, (1, 2))(x))
         assert (unblocked == unblocked.T).all()
     assert_same(ntk((3, BLOCK), (-1,))(x, other), pairs(jac, jac_other, (-1,)))
-    if total != 1:
+    # By default, one order of the sides.
+    if total not in (1, 5):
         kernel = ntk((BLOCK, 1), (-1,))(other, x)
         assert_same(kernel, pairs(jac_other, jac, (-1,)))
 
@@ -86,7 +87,9 @@ def keep_at_most(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_panels", "total"), variants(((1, 13), (2, 13), (3, 16)), (2, 13))
+    # One panel, which is the usual case: `tests/ntk/test_estimators_in_blocks.py`.
+    ("num_panels", "total"),
+    variants(((1, 13), (2, 13), (3, 16)), (1, 13), (2, 13)),
 )
 def test_each_example_runs_once_a_panel(num_panels, total, getkey, keep_at_most):
     counted = Counted()
@@ -177,14 +180,12 @@ def test_keys(getkey):
     for kernel in (ntk(x1, key=key), ntk(x1, x1, key=key)):
         assert_same(kernel, product(left, left))
         assert (np.asarray(kernel) == np.asarray(kernel).T).all()
-    # Keys do not depend on the blocks.
-    blocked = EmpiricalNTK(model, block_size=2)
-    assert_same(blocked(x1, x2, key=key), ntk(x1, x2, key=key))
+    # Keys do not depend on the blocks: `tests/ntk/test_estimators_in_blocks.py`.
     # A pair is taken as it is, and so is a key for each example.
     first = sides[0]
-    assert_same(ntk(x1, x2, key=(first, make(4))), ntk(x1, x2, key=(one, make(4))))
     other = dropped(jr.split(make(4), 5), x1)
-    assert_same(ntk(x1, key=(first, make(4))), product(left, other))
+    for pair in ((first, make(4)), (one, make(4))):
+        assert_same(ntk(x1, key=pair), product(left, other))
     # Compiled functions do not see that both are one object.
     assert_same(ntk(x1, key=(first, first)), product(left, left))
     # Keys that are arrays of integers do as well.
@@ -201,18 +202,19 @@ def test_keys(getkey):
 def test_keyword_arguments(getkey):
     model = eqx.nn.inference_mode(drawn(Noisy, key=getkey()))
     x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (4, 4), float)
-    s1, s2 = jnp.arange(1.0, 6.0), jnp.arange(4.0)
+    x1, x2, s1, s2 = map(np.asarray, (x1, x2, np.arange(1.0, 6.0), np.arange(4.0)))
+    s1, s2 = (s.astype(np.float32) for s in (s1, s2))
     ntk = EmpiricalNTK(model)
     expected = (s1[:, None] * x1) @ (s2[:, None] * x2).T
-    assert_same(ntk(x1, x2, scale=(s1, s2)), expected)
-    assert_same(ntk(x1, x2, scale=jnp.array(3.0)), 9 * x1 @ x2.T)
+    put = jax.device_put
+    assert_same(ntk(x1, x2, scale=put((s1, s2))), expected)
+    assert_same(ntk(x1, x2, scale=put(np.float32(3))), 9 * x1 @ x2.T)
     assert_same(ntk(x1, x2, scale=3.0), 9 * x1 @ x2.T)
     both = (s1[:, None] * x1) @ (s1[:, None] * x1).T
-    assert_same(ntk(x1, scale=(s1, None)), both)
-    assert_same(ntk(x1, scale=(s1, 2 * s1)), 2 * both)
+    assert_same(ntk(x1, scale=put((s1, None))), both)
+    assert_same(ntk(x1, scale=put((s1, 2 * s1))), 2 * both)
     last = EmpiricalNTK(model, in_axes=-1, kwargs_axes={"scale": 1})
-    got = last(x1.T, x2.T, scale=(s1[None], s2[None]))
-    assert_same(got, expected[:, :])
+    assert_same(last(x1.T, x2.T, scale=put((s1[None], s2[None]))), expected)
 
 
 def test_arrays_without_examples_differ_between_the_sides(getkey):
@@ -224,7 +226,7 @@ def test_arrays_without_examples_differ_between_the_sides(getkey):
             return scale * (x @ self.weights)
 
     ntk = EmpiricalNTK(Scaled(normal(getkey(), (3,))), in_axes=(0, None))
-    x1, x2 = normal(getkey(), (5, 3)), normal(getkey(), (4, 3))
+    x1, x2 = (np.asarray(normal(getkey(), (n, 3))) for n in (5, 4))
     got = ntk((x1, jnp.asarray(2.0)), (x2, jnp.asarray(5.0)))
     assert_same(got, 10 * x1 @ x2.T, 1e-5)
     assert_same(ntk((x1, jnp.asarray(2.0))), 4 * x1 @ x1.T, 1e-5)
@@ -244,9 +246,9 @@ def test_keyword_arguments_that_are_no_arrays(getkey):
             return jnp.dot(self.weights, scale * x**power)[None]
 
     model = Power(normal(getkey(), (4,), float))
-    x1, x2 = normal(getkey(), (5, 4), float), normal(getkey(), (3, 4), float)
+    x1, x2 = (np.asarray(normal(getkey(), (n, 4))) for n in (5, 3))
     ntk = EmpiricalNTK(model)
-    ones = jnp.ones(5), jnp.ones(3)
+    ones = jax.device_put([np.ones(n, np.float32) for n in (5, 3)])
     pair = ((ones[0], 2), (ones[1], 3))
     assert_same(ntk(x1, x2, power=pair), x1**2 @ (x2**3).T)
     assert_same(ntk(x1, power=((ones[0], 1), (ones[0], 2))), x1 @ (x1**2).T)
@@ -272,8 +274,6 @@ def test_axes_of_examples(getkey):
     )
     assert_same(ntk(t1, t2), np.einsum("nmaabb->nmb", expected) / 2)
     # A whole batch at once, first where examples do not interact.
-    whole = EmpiricalNTK(eqx.filter_vmap(model), in_axes=None, trace_axes=())
-    assert_same(whole(x1, x2), expected)
     diagonal = EmpiricalNTK(
         eqx.filter_vmap(model), in_axes=None, trace_axes=(), diagonal_axes=(0,)
     )
@@ -347,7 +347,8 @@ def test_operator_needs_lineax(monkeypatch, getkey):
 
 
 @float64
-def test_derivatives(getkey):
+@pytest.mark.parametrize("sides", variants((1, 2), 2))
+def test_derivatives(sides, getkey):
     """Kernel alignment, and its gradient."""
     model = cast(bent(4, 3, getkey()))
     x = normal(getkey(), (5, 4), float)
@@ -362,13 +363,11 @@ def test_derivatives(getkey):
 
     grad = lambda fun: eqx.filter_jit(eqx.filter_grad(fun))
     expected = jax.tree.leaves(grad(dense)((model, x)))
-    of_pair = lambda pair: alignment(pair[0](pair[1]))
-    for block_size in (None, 2):
-        ntk = EmpiricalNTK(model, block_size=block_size)
-        assert_same(jax.tree.leaves(grad(of_pair)((ntk, x))), expected)
-    other = EmpiricalNTK(model, block_size=2, method=2)
-    of_sides = lambda pair: alignment(pair[0](pair[1], pair[1] + 0.0))
-    assert_same(jax.tree.leaves(grad(of_sides)((other, x))), expected)
+    settings = {"block_size": 2} if sides == 1 else {"method": 2}
+    others = lambda x: (x + 0.0,) * (sides - 1)
+    of_pair = lambda pair: alignment(pair[0](pair[1], *others(pair[1])))
+    ntk = EmpiricalNTK(model, **settings)
+    assert_same(jax.tree.leaves(grad(of_pair)((ntk, x))), expected)
 
 
 def test_as_a_pytree(getkey, tmp_path):
@@ -505,7 +504,7 @@ def test_blocks_of_what_is_the_same_for_all_examples(is_used, symmetric):
 class _Losses(eqx.Module):
     """The losses of two models, of an example that is an input, a label and a sign."""
 
-    models: list[eqx.nn.MLP]
+    models: list[Bent]
 
     def __call__(self, example):
         x, label, sign = example
@@ -516,7 +515,7 @@ class _Losses(eqx.Module):
 @float64
 def test_products_of_gradients_of_a_loss(getkey):
     """The kernel of a loss, whose labels belong to the examples, over checkpoints."""
-    models = [drawn(eqx.nn.MLP, 3, 4, 5, 1, key=getkey()) for _ in range(2)]
+    models = [bent(3, 4, getkey()) for _ in range(2)]
     kernel = EmpiricalNTK(cast(_Losses(models)), block_size=BLOCK)
     draw = np.random.default_rng(0)
     sides = [

@@ -11,57 +11,73 @@ from eqxbatch import (
     MonteCarloKernel,
     ntk_parameterise,
 )
-from ..helpers import normal
+from ..helpers import drawn, normal
 from .random_kernels import assert_same, kernel, KEY, network
+
+
+parameterise = eqx.filter_jit(ntk_parameterise)
 
 
 class TestParameterise:
     def test_linear(self, getkey):
-        layer = eqx.nn.Linear(4, 3, key=getkey())
-        drawn = ntk_parameterise(layer, weight_std=1.5, bias_std=0.5, key=getkey())
-        x = normal(getkey(), (4,))
-        inner = drawn.layer
-        expected = 1.5 / 2.0 * inner.weight @ x + 0.5 * inner.bias
-        assert_same(drawn(x), expected)
-        assert (inner.weight != layer.weight).all()
+        layer = drawn(eqx.nn.Linear, 4, 3, key=getkey())
+        x, key = normal(getkey(), (4,)), getkey()
+
+        @eqx.filter_jit
+        def run(layer, x):
+            layer = ntk_parameterise(layer, weight_std=1.5, bias_std=0.5, key=key)
+            return layer.layer, layer(x)
+
+        inner, got = run(layer, x)
+        weight, bias = np.asarray(inner.weight), np.asarray(inner.bias)
+        assert_same(got, 1.5 / 2 * weight @ np.asarray(x) + bias / 2)
+        assert (weight != np.asarray(layer.weight)).all()
 
     @pytest.mark.parametrize(
         ("make", "fan_in"),
         (
-            (lambda key: eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=key), 12),
-            (lambda key: eqx.nn.Conv2d(4, 6, (3, 2), use_bias=False, key=key), 24),
-            (lambda key: eqx.nn.ConvTranspose2d(4, 6, 3, stride=2, key=key), 36),
+            (lambda *, key: eqx.nn.Conv2d(4, 6, (3, 2), groups=2, key=key), 12),
+            (lambda *, key: eqx.nn.Conv2d(4, 6, (3, 2), use_bias=False, key=key), 24),
+            (lambda *, key: eqx.nn.ConvTranspose2d(4, 6, 3, stride=2, key=key), 36),
         ),
     )
     def test_convolutions(self, make, fan_in, getkey):
-        layer = ntk_parameterise(make(getkey()), weight_std=2.0, key=getkey())
-        x = normal(getkey(), (4, 5, 5))
-        plain = layer.layer
-        scaled = eqx.tree_at(
-            lambda m: m.weight, plain, plain.weight * (2 / fan_in**0.5)
-        )
-        if plain.bias is not None:
-            scaled = eqx.tree_at(lambda m: m.bias, scaled, 0 * plain.bias)
-        assert_same(layer(x), scaled(x))
+        x, key = normal(getkey(), (4, 5, 5)), getkey()
+
+        @eqx.filter_jit
+        def run(layer, x):
+            layer = ntk_parameterise(layer, weight_std=2.0, key=key)
+            plain = layer.layer
+            scaled = eqx.tree_at(
+                lambda m: m.weight, plain, plain.weight * (2 / fan_in**0.5)
+            )
+            if plain.bias is not None:
+                scaled = eqx.tree_at(lambda m: m.bias, scaled, 0 * plain.bias)
+            return layer(x), scaled(x)
+
+        assert_same(*run(drawn(make, key=getkey()), x))
 
     def test_standard_normal(self):
-        drawn = ntk_parameterise(eqx.nn.Linear(100, 100, key=KEY), key=KEY).layer
-        values = jnp.concatenate([jnp.ravel(drawn.weight), drawn.bias])
+        layer = drawn(eqx.nn.Linear, 100, 100, key=KEY)
+        values = parameterise(layer, key=KEY).layer
+        values = np.concatenate([np.ravel(values.weight), values.bias])
         assert abs(values.mean()) < 0.05
         assert abs(values.std() - 1) < 0.05
 
     def test_all_else_stays(self, getkey):
+        linear = lambda dtype: drawn(eqx.nn.Linear, 2, 3, dtype=dtype, key=KEY)
         norm = eqx.nn.LayerNorm(3)
-        model = [eqx.nn.Linear(2, 3, dtype=jnp.bfloat16, key=KEY), norm, None, "name"]
-        drawn = ntk_parameterise(model, key=KEY)
-        assert eqx.tree_equal(drawn[1:], model[1:])
-        assert drawn[0].layer.weight.dtype == jnp.bfloat16
-        twins = [eqx.nn.Linear(2, 3, key=KEY), eqx.nn.Linear(2, 3, key=KEY)]
-        first, second = ntk_parameterise(twins, key=KEY)
-        assert (first.layer.weight != second.layer.weight).all()
+        model = [linear(jnp.bfloat16), norm, None, "name"]
+        found = parameterise(model, key=KEY)
+        assert eqx.tree_equal(found[1:], model[1:])
+        assert found[0].layer.weight.dtype == jnp.bfloat16
+        twins = [linear(jnp.float32), linear(jnp.float32)]
+        pair = parameterise(twins, key=KEY)
+        first, second = (np.asarray(x.layer.weight) for x in pair)
+        assert (first != second).all()
 
     def test_bad_input(self):
-        layer = eqx.nn.Linear(2, 3, key=KEY)
+        layer = drawn(eqx.nn.Linear, 2, 3, key=KEY)
         with pytest.raises(ValueError, match="`model` must have layers of"):
             ntk_parameterise(eqx.nn.LayerNorm(3), key=KEY)
         for std in (-1.0, float("nan"), float("inf")):

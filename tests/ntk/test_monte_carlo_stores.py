@@ -37,8 +37,10 @@ class TestDevices:
     def test_meshes(self, axes, types, getkey):
         mesh = jax.make_mesh((2, 2), ("s", "r"), axis_types=(types,) * 2)
         x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
-        means, errors = sampled(x, y)
-        got = kernel(mesh=mesh, **axes).estimate(x, y)
+        # Both kernels, where both axes are used.
+        get = None if len(axes) == 2 else "nngp"
+        means, errors = sampled(x, y, get=get)
+        got = kernel(mesh=mesh, get=get, **axes).estimate(x, y)
         assert_same(got.kernel, means)
         assert_same(got.standard_error, errors, tol=1e-3)
 
@@ -47,7 +49,8 @@ class TestDevices:
         x = normal(getkey(), (5, 3))
         settings = {"mesh": mesh, "sample_axis": "s", "samples_per_batch": 2}
         jitted = eqx.filter_jit(lambda k, x: k(x))
-        assert_same(jitted(kernel(15, **settings), x), sampled(x, num=15)[0])
+        got = jitted(kernel(15, get="nngp", **settings), x)
+        assert_same(got, sampled(x, num=15, get="nngp")[0])
 
     def test_samples_are_shared(self):
         """Each of four devices has a quarter of the models in memory."""
@@ -68,8 +71,8 @@ class TestDevices:
         mesh = jax.make_mesh((4,), ("r",))
         x = normal(getkey(), (9, 3))
         settings = {"mesh": mesh, axis: "r", "store": HostStore(), "block_size": 2}
-        got = as_jax(kernel(**settings)(x))
-        assert_same(got, sampled(x)[0])
+        got = as_jax(kernel(**settings, get="nngp")(x))
+        assert_same(got, sampled(x, get="nngp")[0])
 
     def test_other_axes(self, getkey):
         """With the examples of inputs and of a keyword argument last."""
@@ -119,13 +122,13 @@ class TestStores:
 
         x = normal(getkey(), (6, 3))
         store, meter = ZarrStore(tmp_path / "kernel"), Stop([])
-        run = kernel(store=store, block_size=2, progress=meter)
+        run = kernel(store=store, block_size=2, progress=meter, get="nngp")
         with pytest.raises(KeyboardInterrupt):
             run(x)
-        got = run(x, get=None)
+        got = run(x)
         assert meter.done[0] == 0
         assert meter.done[1] > 0
-        assert_same(jnp.asarray(np.asarray(got.ntk)), sampled(x)[0].ntk)
+        assert_same(jnp.asarray(np.asarray(got)), sampled(x, get="nngp")[0])
 
     def test_progress(self, getkey):
         class Log(AbstractProgressMeter):
@@ -166,7 +169,7 @@ class TestMemory:
         return memory(lambda x: monte_carlo(x), jnp.ones((40, 3)))
 
     def test_flat_in_the_number_of_samples(self):
-        sizes = [self.program(n).temp_size_in_bytes for n in (10, 1_000)]
+        sizes = [self.program(n, get="nngp").temp_size_in_bytes for n in (10, 1_000)]
         assert sizes[1] <= 1.01 * sizes[0] + 4 * 1_000
 
     @pytest.mark.matrix
@@ -178,7 +181,7 @@ class TestMemory:
 
     def test_budget(self):
         budget = MemoryBudget("3MB")
-        stats = self.program(100, samples_per_batch=budget)
+        stats = self.program(100, samples_per_batch=budget, get="nngp")
         used = stats.temp_size_in_bytes + stats.output_size_in_bytes
         assert 300_000 < used <= 3_000_000
 

@@ -31,9 +31,13 @@ VECTOR = bent(2, 1, KEY)
     (
         (EmpiricalNTK, True),
         (EmpiricalNNGP, False),
-        (EmpiricalKernel, False),
+        pytest.param(EmpiricalKernel, False, marks=pytest.mark.matrix),
         (PseudoNTK, False),
-        (lambda model: ProbedNTK(model, num_probes=2, key=KEY), False),
+        pytest.param(
+            lambda model: ProbedNTK(model, num_probes=2, key=KEY),
+            False,
+            marks=pytest.mark.matrix,
+        ),
         (lambda model: EmpiricalNTK(model, block_size=2), True),
         (lambda model: EmpiricalNTK(model, method="ntk_vector_products"), True),
         (lambda model: EmpiricalNTK(model, diagonal_axes=0), False),
@@ -63,11 +67,11 @@ def test_a_model_of_scalars_keeps_its_exception(in_axes):
 
 
 def test_averages_of_scalars():
-    def init(shape):
-        return lambda key: eqx.nn.MLP(2, shape, 4, 1, key=key)
+    def average(shape):
+        init = lambda key: eqx.nn.Linear(2, shape, key=key)
+        return MonteCarloKernel(init, key=KEY, num_samples=3)
 
-    kernels = [MonteCarloKernel(init(s), key=KEY, num_samples=3) for s in ("scalar", 1)]
-    assert_same(kernels[0](X), kernels[1](X))
+    assert_same(average("scalar")(X), average(1)(X))
 
 
 @pytest.mark.parametrize("axis", (-1, 1))
@@ -106,9 +110,12 @@ class Normed(eqx.Module):
         return self.dropout(out, key=key, inference=key is None), state
 
 
+make = eqx.filter_jit(eqx.nn.make_with_state(Normed))
+
+
 @pytest.fixture
 def with_state():
-    return eqx.nn.make_with_state(Normed)(KEY)
+    return make(KEY)
 
 
 @pytest.mark.quick
