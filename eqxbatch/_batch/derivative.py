@@ -26,7 +26,7 @@ from .batch import (
     split_batch,
     unbatched,
 )
-from .loop import match_accumulators, run_blocks, Slots, types_of
+from .loop import as_slots, run_blocks, Slots, types_of
 from .transform import (
     AbstractAutoSharded,
     AbstractMicrobatched,
@@ -554,7 +554,7 @@ class AbstractOverExamples(
 
         def slots(output: tuple, _: Any) -> Slots:
             of_examples = Concat() if array_structs(output[1]) else None
-            slots = match_accumulators((OfTotals(accumulator), of_examples), output)
+            slots = as_slots((OfTotals(accumulator), of_examples), output)
             return slots.with_states(output)
 
         return run_blocks(run, arrays, axes, blocks, slots, None, False)

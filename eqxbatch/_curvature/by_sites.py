@@ -76,15 +76,7 @@ from .._sites.factors import (
 )
 from .._sites.gram import cancels, has_products, OfLeaf
 from .._sites.shared import evaluated, Node
-from .._sites.site import (
-    Axes,
-    has_named_axes,
-    is_allowed,
-    is_sum,
-    Label,
-    labels_of,
-    Site,
-)
+from .._sites.site import has_named_axes, is_allowed, is_sum, Label, labels_of, Site
 from .._sites.trace import Program
 from .columns import hessian_products, images, one_hot_seeds, replaced
 from .pytree import Pair, RequestedBlocks
@@ -116,7 +108,7 @@ def site_terms(
     return of_d, [(x, (EXAMPLE, *named_labels(labels, names)))]
 
 
-def named_labels(labels: dict[str, Label], names: Axes) -> Labels:
+def named_labels(labels: dict[str, Label], names: Sequence[str]) -> Labels:
     return tuple(labels[name] for name in names)
 
 
