@@ -57,13 +57,7 @@ from .._base.jaxprs import (
 from .._base.mesh import vary_as
 from .._base.platforms import in_opaque_branch, opaque_true, platform
 from .._base.trees import safe_zip
-from .._sites.cost import (
-    contraction_cost,
-    forming_cost,
-    num_products,
-    pushed_cost,
-    total_cost,
-)
+from .._sites.cost import contraction_cost, forming_cost, num_products, pushed_cost
 from .._sites.factors import (
     contract,
     EXAMPLE,
@@ -295,8 +289,8 @@ class AbstractSiteMatrix(abc.ABC):
         costs = {}
         for pairs in self.groups:
             # Pairs that are alike have the same cost.
-            cost = total_cost(
-                contraction_cost(*term)
+            cost = contraction_cost(
+                term
                 for use in _uses(self.contracted, pairs[0])
                 for term in self._labelled(use, self.arrays(use, factors), values)
             )
