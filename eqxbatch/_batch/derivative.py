@@ -27,12 +27,7 @@ from .batch import (
     unbatched,
 )
 from .loop import as_slots, run_blocks, Slots, types_of
-from .transform import (
-    AbstractAutoSharded,
-    AbstractMicrobatched,
-    AbstractTransform,
-    Model,
-)
+from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform, Model
 
 
 class Selection(eqx.Module):
@@ -486,9 +481,7 @@ def check_has_batch(in_axes: PyTree, settings: dict[str, Any]) -> None:
             )
 
 
-class AbstractOverExamples(
-    AbstractDerivative, AbstractMicrobatched, AbstractAutoSharded
-):
+class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSharded):
     """A derivative whose result is a sum or mean over examples.
 
     With `in_axes=None` there is no batch: the function is called once with all

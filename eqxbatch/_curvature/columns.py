@@ -40,8 +40,8 @@ from .._batch.batch import as_block_size, MemoryBudget, Size
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import accumulated, as_slots, Rows, run_blocks, Slots
 from .._batch.transform import (
-    AbstractAutoSharded,
     AbstractMicrobatched,
+    AbstractSharded,
     also_decorator,
     P,
     run_compiled,
@@ -322,7 +322,7 @@ def with_both_modes(program: TracedFunction, derivative: Derivative) -> TracedFu
     return TracedFunction(run, point, program.arrays, program.axes)
 
 
-class AbstractReplicated(AbstractAutoSharded):
+class AbstractReplicated(AbstractSharded):
     """A transform whose results have the axes of one or of two arrays.
 
     They are replicated on all devices.

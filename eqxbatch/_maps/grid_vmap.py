@@ -26,7 +26,7 @@ from .._base.trees import described, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import as_block_size, leaf_name, positional_names, Size, split_axes
 from .._batch.loop import canonicalise, is_accumulator
-from .._batch.transform import AbstractAutoSharded, also_decorator, Out, P, run_compiled
+from .._batch.transform import AbstractSharded, also_decorator, Out, P, run_compiled
 from .micro_vmap import check_no_axis, MicroVmap
 
 
@@ -91,7 +91,7 @@ def _as_grid_axes(in_axes: PyTree) -> PyTree:
     return jtu.tree_map(as_axis, in_axes, is_leaf=_is_grid_axis)
 
 
-class AbstractGridVmap(AbstractAutoSharded, Generic[P, Out]):
+class AbstractGridVmap(AbstractSharded, Generic[P, Out]):
     """`filter_grid_vmap` with results of the type of the function's."""
 
     fun: Callable[P, Out]

@@ -38,7 +38,7 @@ from .._batch.batch import as_block_size, as_microbatch_size, Batch, MemoryBudge
 from .._batch.derivative import AbstractDerivative, like_parameters, split_examples
 from .._batch.loop import accumulated, is_accumulator, Rows
 from .._batch.transform import (
-    AbstractAutoSharded,
+    AbstractSharded,
     also_decorator,
     Model,
     P,
@@ -531,9 +531,7 @@ def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
 Number = float | Float[AnyArray, ""]
 
 
-class AbstractGaussNewtonStep(
-    AbstractDerivative, AbstractAutoSharded, Generic[Model, P]
-):
+class AbstractGaussNewtonStep(AbstractDerivative, AbstractSharded, Generic[Model, P]):
     """`filter_gauss_newton_step` without another argument for the previous step."""
 
     residual: Callable[Concatenate[Model, P], Any]
