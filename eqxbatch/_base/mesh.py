@@ -194,11 +194,7 @@ def on_all_devices(
         return [x[None] for x in program(*(x[0] for x in stacked))]
 
     mapped = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=out_specs,
-        axis_names=set(order),
+        run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names={*order}
     )
     return mapped, structs
 

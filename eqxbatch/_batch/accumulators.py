@@ -545,7 +545,7 @@ class Sum(AbstractTotal):
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
-        check_weights("Sum", self.weights, block)
+        _check_weights("Sum", self.weights, block.total)
         total, dtype = _cast("Sum", values, self.dtype, self.weights, inexact=False)
         return _Total(_sum_of_rows(total, self.weights, block), None, dtype)
 
@@ -812,17 +812,17 @@ def _abs_squared(x: Any) -> Any:
     return (x * x.conj()).real
 
 
-def check_weights(name: str, weights: Any, blocks: Blocks | Block) -> None:
-    if weights is not None and blocks.total not in (None, weights.shape[0]):
+def _check_weights(name: str, weights: Any, total: int | None) -> None:
+    if weights is not None and total not in (None, weights.shape[0]):
         raise ValueError(
             f"{name}(weights=...) needs one weight for each example, shape "
-            f"({blocks.total},); got shape {weights.shape}."
+            f"({total},); got shape {weights.shape}."
         )
 
 
-def check_real(name: str, weights: Any, blocks: Blocks | Block) -> None:
-    """Like `check_weights`, for weights that may not be complex."""
-    check_weights(name, weights, blocks)
+def check_real(name: str, weights: Any, total: int | None) -> None:
+    """Like `_check_weights`, for weights that may not be complex."""
+    _check_weights(name, weights, total)
     if weights is not None and not any(
         jnp.issubdtype(weights.dtype, kind)
         for kind in (jnp.floating, jnp.integer, jnp.bool_)
@@ -859,7 +859,7 @@ def rows_and_weights(
     name: str, weights: Array | None, batch: Batch, blocks: Blocks
 ) -> _Weighted:
     """The rows of a batch and the weights of an accumulator of this name."""
-    check_real(name, weights, blocks)
+    check_real(name, weights, blocks.total)
     return with_weights(batch.arrays, batch.axes, weights)
 
 
@@ -879,7 +879,7 @@ def _sum_of_rows(values: Array, weights: Array | None, block: Block) -> Array:
 def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
     if weights is None:
         return block.num_new
-    check_real("Mean", weights, block)
+    check_real("Mean", weights, block.total)
     return jnp.sum(block.new(block.take(weights).astype(widest(dtype))))
 
 

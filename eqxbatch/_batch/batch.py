@@ -115,7 +115,7 @@ _POSITIONAL = (
 )
 
 
-def argument_specs(
+def split_axes(
     fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict, default: Any
 ) -> tuple[PyTree, PyTree]:
     """Splits `in_axes` into the axes of `args` and those of `kwargs`.
@@ -254,7 +254,7 @@ def split_batch(
     range, or if something that is not an array gets a batch axis.
     """
     default = eqx.if_array(0)
-    args_spec, kwargs_spec = argument_specs(fun, in_axes, args, kwargs, default)
+    args_spec, kwargs_spec = split_axes(fun, in_axes, args, kwargs, default)
     states = {"shares_states": shares_states}
     axes = broadcast_axes("in_axes", args_spec, args, **states)
     axes += broadcast_axes("in_axes", kwargs_spec, kwargs, **states)

@@ -26,13 +26,8 @@ from .batch import (
     split_batch,
     unbatched,
 )
-from .loop import match_accumulators, run_blocks, Slots, types_of
-from .transform import (
-    AbstractAutoSharded,
-    AbstractMicrobatched,
-    AbstractTransform,
-    Model,
-)
+from .loop import as_slots, run_blocks, Slots, types_of
+from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform, Model
 
 
 class Selection(eqx.Module):
@@ -486,9 +481,7 @@ def check_has_batch(in_axes: PyTree, settings: dict[str, Any]) -> None:
             )
 
 
-class AbstractOverExamples(
-    AbstractDerivative, AbstractMicrobatched, AbstractAutoSharded
-):
+class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSharded):
     """A derivative whose result is a sum or mean over examples.
 
     With `in_axes=None` there is no batch: the function is called once with all
@@ -554,7 +547,7 @@ class AbstractOverExamples(
 
         def slots(output: tuple, _: Any) -> Slots:
             of_examples = Concat() if array_structs(output[1]) else None
-            slots = match_accumulators((OfTotals(accumulator), of_examples), output)
+            slots = as_slots((OfTotals(accumulator), of_examples), output)
             return slots.with_states(output)
 
         return run_blocks(run, arrays, axes, blocks, slots, None, False)

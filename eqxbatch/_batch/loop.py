@@ -290,7 +290,7 @@ class Slots:
         return jtu.tree_unflatten(self._treedef, parts)
 
 
-def match_accumulators(accumulator: PyTree, output: PyTree) -> Slots:
+def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
     """Matches a PyTree prefix of accumulators to an output.
 
     `output` has `jax.ShapeDtypeStruct`s for its arrays; everything else in it is
@@ -948,7 +948,7 @@ def accumulated(
         return fun(rows.arrays, rows.total)
     blocks = Blocks(rows.total, max(1, min(size, rows.total)))
     run = lambda arrays, size, _: (fun(arrays, size), None)
-    slots = lambda output, _: match_accumulators(accumulator, output)
+    slots = lambda output, _: as_slots(accumulator, output)
     with of_passes(None):
         return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
 

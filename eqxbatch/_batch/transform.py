@@ -217,7 +217,7 @@ class BoundMethod(eqx.Module):
 _MOST_REPEATED = 0.1
 
 
-class AbstractAutoSharded(AbstractTransform):
+class AbstractSharded(AbstractTransform):
     """A transform in which the compiler decides how arrays are sharded over a mesh.
 
     This holds for meshes with explicit axes, too.
@@ -408,7 +408,7 @@ def on_their_mesh(
     operands = on_one_mesh(operands)
     with within_mesh(operands):
         transform, *call = operands
-        if not isinstance(transform, AbstractAutoSharded):
+        if not isinstance(transform, AbstractSharded):
             return fun(*operands)
         specs = functools.partial(specs or transform.specs, *call)
         return auto_sharded(fun, operands, (), specs)()

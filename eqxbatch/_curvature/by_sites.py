@@ -57,13 +57,7 @@ from .._base.jaxprs import (
 from .._base.mesh import vary_as
 from .._base.platforms import in_opaque_branch, opaque_true, platform
 from .._base.trees import safe_zip
-from .._sites.cost import (
-    contraction_cost,
-    forming_cost,
-    num_products,
-    pushed_cost,
-    total_cost,
-)
+from .._sites.cost import contraction_cost, forming_cost, num_products, pushed_cost
 from .._sites.factors import (
     contract,
     EXAMPLE,
@@ -76,15 +70,7 @@ from .._sites.factors import (
 )
 from .._sites.gram import cancels, has_products, OfLeaf
 from .._sites.shared import evaluated, Node
-from .._sites.site import (
-    Axes,
-    has_named_axes,
-    is_allowed,
-    is_sum,
-    Label,
-    labels_of,
-    Site,
-)
+from .._sites.site import has_named_axes, is_allowed, is_sum, Label, labels_of, Site
 from .._sites.trace import Program
 from .columns import hessian_products, images, one_hot_seeds, replaced
 from .pytree import Pair, RequestedBlocks
@@ -116,7 +102,7 @@ def site_terms(
     return of_d, [(x, (EXAMPLE, *named_labels(labels, names)))]
 
 
-def named_labels(labels: dict[str, Label], names: Axes) -> Labels:
+def named_labels(labels: dict[str, Label], names: Sequence[str]) -> Labels:
     return tuple(labels[name] for name in names)
 
 
@@ -303,8 +289,8 @@ class AbstractSiteMatrix(abc.ABC):
         costs = {}
         for pairs in self.groups:
             # Pairs that are alike have the same cost.
-            cost = total_cost(
-                contraction_cost(*term)
+            cost = contraction_cost(
+                term
                 for use in _uses(self.contracted, pairs[0])
                 for term in self._labelled(use, self.arrays(use, factors), values)
             )

@@ -38,10 +38,10 @@ from .._base.trees import described, log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import as_block_size, MemoryBudget, Size
 from .._batch.derivative import AbstractDerivative, check_has_batch
-from .._batch.loop import accumulated, match_accumulators, Rows, run_blocks, Slots
+from .._batch.loop import accumulated, as_slots, Rows, run_blocks, Slots
 from .._batch.transform import (
-    AbstractAutoSharded,
     AbstractMicrobatched,
+    AbstractSharded,
     also_decorator,
     P,
     run_compiled,
@@ -322,7 +322,7 @@ def with_both_modes(program: TracedFunction, derivative: Derivative) -> TracedFu
     return TracedFunction(run, point, program.arrays, program.axes)
 
 
-class AbstractReplicated(AbstractAutoSharded):
+class AbstractReplicated(AbstractSharded):
     """A transform whose results have the axes of one or of two arrays.
 
     They are replicated on all devices.
@@ -525,7 +525,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
 
         def slots(output: PyTree, _: Any) -> Slots:
             accumulator = Concat() if self.accumulator is None else self.accumulator
-            slots = match_accumulators(accumulator, output)
+            slots = as_slots(accumulator, output)
             flagged = (
                 dataclasses.replace(slot, per_example=True) for slot in slots.slots
             )

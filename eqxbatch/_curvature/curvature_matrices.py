@@ -580,16 +580,12 @@ def _drawn(
     draw: Callable[[PyTree], PyTree], out: PyTree, args: list, kwargs: dict[str, Any]
 ) -> PyTree:
     """A label for an output of the model, to replace the last argument."""
-    if kwargs:
+    if kwargs or not args:
+        got = f"the keyword arguments {(*kwargs,)}, one of which may be it"
+        got = got if kwargs else "a call without arguments after the first"
         raise ValueError(
             "`sampler` draws the label, which replaces the last positional argument; "
-            f"got the keyword arguments {(*kwargs,)}, one of which may be it. Pass all "
-            "arguments by position."
-        )
-    if not args:
-        raise ValueError(
-            "`sampler` draws the label, which replaces the last positional argument; "
-            "got a call without arguments after the first."
+            f"got {got}. Pass all arguments by position."
         )
     try:
         label = lax.stop_gradient(draw(out))

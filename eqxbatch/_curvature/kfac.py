@@ -21,15 +21,7 @@ from .._batch.accumulators import Sum
 from .._batch.loop import accumulated, accumulated_sums, Rows
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.factors import contract, EXAMPLE, Factors, gradients, Labels
-from .._sites.kronecker import (
-    AxisRoles,
-    Layout,
-    multiplied,
-    Part,
-    parts_of,
-    Structure,
-    uses_of,
-)
+from .._sites.kronecker import AxisRoles, Layout, multiplied, Part, parts_of, uses_of
 from .._sites.report import table
 from .._sites.site import Label
 from .._sites.trace import Program
@@ -80,7 +72,7 @@ class KroneckerBlock(eqx.Module):
         """The entries of a diagonal block."""
         return self._only("diagonal")
 
-    def _only(self, structure: Structure) -> Array:
+    def _only(self, structure: str) -> Array:
         if self.part.structure != structure:
             raise AttributeError(f"The structure of this block is {self.part}.")
         return self.inputs[0]

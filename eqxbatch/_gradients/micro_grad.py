@@ -41,10 +41,10 @@ from .._batch.batch import Blocks, is_state
 from .._batch.derivative import AbstractDerivative, like_parameters, Loss
 from .._batch.loop import (
     all_count_new,
+    as_slots,
     canonicalise,
     is_accumulator,
     is_number,
-    match_accumulators,
     Slots,
 )
 from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_compiled
@@ -433,7 +433,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 output[0]["moments"],
                 is_leaf=is_summary,
             )
-        slots = match_accumulators((of_whole, of_each), output)
+        slots = as_slots((of_whole, of_each), output)
         # Results for each example come last.
         first, couples = len(array_structs(output[0])), self.axis_name is not None
         is_row = lambda s: s.indices[0] >= first and not (couples and s.in_state)

@@ -24,15 +24,9 @@ from .._base.checks import (
 from .._base.mesh import spec_of
 from .._base.trees import described, safe_zip
 from .._batch.accumulators import Concat
-from .._batch.batch import (
-    argument_specs,
-    as_block_size,
-    leaf_name,
-    positional_names,
-    Size,
-)
+from .._batch.batch import as_block_size, leaf_name, positional_names, Size, split_axes
 from .._batch.loop import canonicalise, is_accumulator
-from .._batch.transform import AbstractAutoSharded, also_decorator, Out, P, run_compiled
+from .._batch.transform import AbstractSharded, also_decorator, Out, P, run_compiled
 from .micro_vmap import check_no_axis, MicroVmap
 
 
@@ -97,7 +91,7 @@ def _as_grid_axes(in_axes: PyTree) -> PyTree:
     return jtu.tree_map(as_axis, in_axes, is_leaf=_is_grid_axis)
 
 
-class AbstractGridVmap(AbstractAutoSharded, Generic[P, Out]):
+class AbstractGridVmap(AbstractSharded, Generic[P, Out]):
     """`filter_grid_vmap` with results of the type of the function's."""
 
     fun: Callable[P, Out]
@@ -280,7 +274,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
     def _places(self, args: tuple, kwargs: dict[str, Any]) -> list[dict[str, int]]:
         """For each leaf, which of its axes are grid axes."""
-        specs = argument_specs(self.fun, self.in_axes, args, kwargs, _UNNAMED)
+        specs = split_axes(self.fun, self.in_axes, args, kwargs, _UNNAMED)
         prefix = match_prefix(
             "in_axes",
             specs,

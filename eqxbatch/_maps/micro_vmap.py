@@ -26,13 +26,7 @@ from .._batch.batch import (
     spec_of_rows,
     split_batch,
 )
-from .._batch.loop import (
-    all_count_new,
-    match_accumulators,
-    of_state,
-    OutputAccumulator,
-    Slots,
-)
+from .._batch.loop import all_count_new, as_slots, of_state, OutputAccumulator, Slots
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 
 
@@ -190,7 +184,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         run = lambda rows, size, _: mapped(rows, size)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
-            slots = match_accumulators(self.accumulator, output)
+            slots = as_slots(self.accumulator, output)
             leaves = array_structs(output)
             return dataclasses.replace(
                 slots,
@@ -493,7 +487,7 @@ class Microbatch(AbstractMicrobatch[P, Out]):
             return call_on_mesh(rows), None
 
         def make_slots(output: PyTree, _: None) -> Slots:
-            return match_accumulators(self.accumulator, output)
+            return as_slots(self.accumulator, output)
 
         return self.run(
             batch.arrays, batch.axes, blocks, run, make_slots, self.checkpoint
@@ -505,7 +499,7 @@ class Microbatch(AbstractMicrobatch[P, Out]):
         arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
         rows = examples_spec(batch.arrays, batch.axes)
         specs = [PartitionSpec() for _ in arrays]
-        slots = match_accumulators(self.accumulator, structs).with_states(structs)
+        slots = as_slots(self.accumulator, structs).with_states(structs)
         for slot in slots.slots:
             if isinstance(slot.accumulator, Concat):
                 (i,) = slot.indices

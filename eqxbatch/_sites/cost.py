@@ -71,36 +71,34 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     return sum(costs, Cost())
 
 
-def contraction_cost(terms: Sequence[Term], out: Labels) -> Cost:
-    """The cost of a contraction, which reads its factors and moves intermediates."""
-    present = {label for _, labels in terms for label in labels}
-    flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
-    # Factors shared by all examples stay in the caches.
-    of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
-    entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
-    return Cost(flops, float(terms[0][0].dtype.itemsize * entries))
+def contraction_cost(contractions: Iterable[tuple[Sequence[Term], Labels]]) -> Cost:
+    """The cost of contractions, which read their factors and move intermediates."""
+    total = Cost()
+    for terms, out in contractions:
+        present = {label for _, labels in terms for label in labels}
+        flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
+        # Factors shared by all examples stay in the caches.
+        of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
+        entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
+        total += Cost(flops, float(terms[0][0].dtype.itemsize * entries))
+    return total
 
 
 def gram_cost(uses: OfLeaf, other: OfLeaf, example: Label, out: Labels) -> Cost:
     """The cost of inner products of gradients by `gram`, or of their squared norms."""
     pairs = gram_terms(uses, other, example)
-    return total_cost(contraction_cost(terms, out) for terms, _ in pairs)
+    return contraction_cost((terms, out) for terms, _ in pairs)
 
 
 def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
     """The cost of forming the gradients at some sites from their factors."""
-    costs = []
+    contractions = []
     for site in sites:
         terms = site_terms(site, factors)
         labels = dict.fromkeys(label for _, axes in terms for label in axes)
         of_leaf = [label for label in labels if label[0] in ("leaf", "view")]
-        costs.append(contraction_cost(terms, (EXAMPLE, *factors.outputs, *of_leaf)))
-    return total_cost(costs)
-
-
-def program_cost(jaxpr: Any) -> Cost:
-    """The approximate cost of a jaxpr: matrix products, and writes of each equation."""
-    return total_cost(map(_cost_of, jaxpr.eqns))
+        contractions.append((terms, (EXAMPLE, *factors.outputs, *of_leaf)))
+    return contraction_cost(contractions)
 
 
 def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
@@ -122,6 +120,7 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
 
 
 def _cost_of(eqn: Any) -> Cost:
+    """The approximate cost of an equation: of matrix products, and of its writes."""
     name = name_of(eqn)
     # Some types have neither a shape nor a dtype.
     sizes = [math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars]
@@ -136,7 +135,7 @@ def _cost_of(eqn: Any) -> Cost:
         else:
             products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
         return Cost(2.0 * products * sizes[0], written)
-    inner = [program_cost(sub) for sub in inner_jaxprs(eqn)]
+    inner = [total_cost(map(_cost_of, sub.eqns)) for sub in inner_jaxprs(eqn)]
     if not inner:
         return Cost(0.0, written)
     if name == "cond":

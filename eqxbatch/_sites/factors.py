@@ -153,7 +153,7 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def labelled_terms(
+def label_terms(
     site: Site, factors: Factors, example: Label, labels: dict[str, Label]
 ) -> list[Term]:
     """The operand of a site, if it has one, and the cotangent, which comes last."""
@@ -224,7 +224,7 @@ def site_terms(site: Site, factors: Factors) -> list[Term]:
     view.
     """
     labels = labels_of(site, 0)
-    terms = labelled_terms(site, factors, EXAMPLE, labels)
+    terms = label_terms(site, factors, EXAMPLE, labels)
     return [*terms, *weight_terms(site, factors.values, labels, factors.unit)]
 
 
@@ -250,7 +250,7 @@ def rows_of_tokens(
     Of equal tokens, the first has the row. The others have zero, and no token.
     """
     labels = labels_of(site, 0)
-    (tokens, places), (d, axes) = labelled_terms(site, factors, EXAMPLE, labels)
+    (tokens, places), (d, axes) = label_terms(site, factors, EXAMPLE, labels)
     of_row = sorted(label for label in axes if label[0] == "leaf")
     lead = (EXAMPLE, *(label for label in places if label != EXAMPLE))
     rest = (label for label in axes if label not in lead and label not in of_row)

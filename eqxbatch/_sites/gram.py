@@ -50,7 +50,7 @@ from .factors import (
     gradients,
     has_rows,
     has_weights,
-    labelled_terms,
+    label_terms,
     Labels,
     rows_of_tokens,
     scale_of,
@@ -204,7 +204,7 @@ class _Side(NamedTuple):
 
     @property
     def site_terms(self) -> list[Term]:
-        return labelled_terms(self.site, self.factors, self.example, self.labels)
+        return label_terms(self.site, self.factors, self.example, self.labels)
 
     @property
     def terms(self) -> list[Term]:

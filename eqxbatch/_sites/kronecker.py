@@ -17,15 +17,7 @@ from jaxtyping import Array, Inexact
 
 from .._base.jaxprs import SUMS
 from .._base.trees import safe_zip
-from .factors import (
-    EXAMPLE,
-    Factors,
-    has_weights,
-    labelled_terms,
-    Labels,
-    scale_of,
-    Term,
-)
+from .factors import EXAMPLE, Factors, has_weights, label_terms, Labels, scale_of, Term
 from .shared import nodes_up_to
 from .site import Axes, has_named_axes, Label, Site
 from .trace import Program
@@ -118,7 +110,7 @@ class AxisRoles:
         Both are summed over axes that only one of them has. The cotangent is multiplied
         by the scale of the site.
         """
-        (a, of_a), (d, of_d) = labelled_terms(self.site, factors, EXAMPLE, self.labels)
+        (a, of_a), (d, of_d) = label_terms(self.site, factors, EXAMPLE, self.labels)
         shared = [label for label in of_a if label in of_d and _is_position(label)]
         sums: list[Term] = []
         for x, labels in ((a, of_a), (d, of_d)):

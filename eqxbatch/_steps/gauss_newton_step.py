@@ -33,25 +33,12 @@ from .._base.jaxprs import Derivative, derivative_of_program, pushed, TracedFunc
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.platforms import exact_products, products_of
 from .._base.trees import described, import_extra, log, safe_zip, shown
-from .._batch.accumulators import (
-    check_adds,
-    check_real,
-    Concat,
-    Mean,
-    Sum,
-)
-from .._batch.batch import (
-    as_block_size,
-    as_microbatch_size,
-    Batch,
-    Blocks,
-    MemoryBudget,
-    Size,
-)
+from .._batch.accumulators import check_adds, check_real, Concat, Mean, Sum
+from .._batch.batch import as_block_size, as_microbatch_size, Batch, MemoryBudget, Size
 from .._batch.derivative import AbstractDerivative, like_parameters, split_examples
 from .._batch.loop import accumulated, is_accumulator, Rows
 from .._batch.transform import (
-    AbstractAutoSharded,
+    AbstractSharded,
     also_decorator,
     Model,
     P,
@@ -544,9 +531,7 @@ def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
 Number = float | Float[AnyArray, ""]
 
 
-class AbstractGaussNewtonStep(
-    AbstractDerivative, AbstractAutoSharded, Generic[Model, P]
-):
+class AbstractGaussNewtonStep(AbstractDerivative, AbstractSharded, Generic[Model, P]):
     """`filter_gauss_newton_step` without another argument for the previous step."""
 
     residual: Callable[Concatenate[Model, P], Any]
@@ -1061,7 +1046,7 @@ def _weights_of_term(
     total, name = term.batch.total(), type(accumulator).__name__
     weights = jnp.ones(total, dtype)
     if accumulator.weights is not None:
-        check_real(name, accumulator.weights, Blocks(total, max(total, 1)))
+        check_real(name, accumulator.weights, total)
         weights = accumulator.weights.astype(dtype)
     if isinstance(accumulator, Mean):
         weights = shares(weights)
