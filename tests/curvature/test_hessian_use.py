@@ -254,6 +254,7 @@ class TestModes:
             ("mc", forwards_only),
             ("mc", rows_only),
             ("empirical", forwards_only),
+            ("empirical", rows_only),
         ),
     )
     def test_gauss_newton_of_models_with_one_mode(self, activation, fisher, getkey):

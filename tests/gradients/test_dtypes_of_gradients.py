@@ -18,7 +18,7 @@ from ..helpers import assert_same, normal, thinned, variants
 from .models import combined, data, each, loss, METHODS, norms_of
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_bfloat16(getkey, method):
     model, x, y = data(getkey(), 64, jnp.bfloat16)
     fun = filter_micro_value_and_grad(
@@ -43,7 +43,7 @@ def test_bfloat16(getkey, method):
         np.testing.assert_allclose(got, wanted, 0.1, atol)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_complex_parameters(getkey, method):
     model, x, y = data(getkey(), 7, jnp.complex64)
     fun = lambda model, x, y: jnp.sum(jnp.abs(model(x) - y))

@@ -74,7 +74,15 @@ def test_derivative_of_no_examples(derivative):
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "checkpoint"), thinned([*REDUCE], (1, 5, 13), (True, False))
+    ("name", "total", "checkpoint"),
+    (
+        *thinned(("concat", "mean", "max", "variance"), (1, 5, 13), (True, False)),
+        *(
+            pytest.param(name, total, total == 5, marks=pytest.mark.matrix)
+            for name in ("sum", "running_mean", "logsumexp")
+            for total in (5, 13)
+        ),
+    ),
 )
 @pytest.mark.usefixtures("x64")
 def test_reverse_and_forward_mode(name, total, checkpoint, getkey):
