@@ -134,7 +134,8 @@ class TestDefinition:
             assert error <= np.linalg.norm(np.kron(out, into) - exact) * (1 + 1e-10)
 
 
-@pytest.mark.parametrize("name", spread(("pooled", "scanned"), 1))
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ("pooled", "scanned"))
 def test_blocks_of_examples(name, y, monkeypatch):
     """Gradients are formed for some examples at a time."""
     known = known_model(name, NUM)

@@ -275,7 +275,8 @@ def test_closed_over_arrays():
     assert_same(run(offset), expected, tol=1e-3)
 
 
-@pytest.mark.parametrize("space", spread(("sample", "parameter"), 1))
+@pytest.mark.matrix
+@pytest.mark.parametrize("space", ("sample", "parameter"))
 def test_within_shard_map(space):
     # A step is that of the examples on its device.
     mesh = make_mesh(jax.sharding.AxisType.Auto)
