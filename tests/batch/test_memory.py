@@ -172,6 +172,7 @@ def test_inside_of_other_transformations(getkey):
     assert_same(got, expected, tol=1e-4)
 
 
+@pytest.mark.matrix
 def test_microbatch(getkey):
     model = drawn(eqx.nn.MLP, 16, 1, 64, 1, key=getkey())
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)

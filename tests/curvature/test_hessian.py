@@ -297,7 +297,7 @@ class TestTypes:
         got = np.asarray(got).astype(np.float32)
         np.testing.assert_allclose(got, expected, atol=0.1 * scale)
 
-    @pytest.mark.parametrize("method", CHOICES)
+    @pytest.mark.parametrize("method", spread(CHOICES, 1))
     def test_mixed(self, method, getkey, x64):
         model = {
             "a": normal(getkey(), (3,), jnp.float32),

@@ -76,7 +76,7 @@ class TestTruth:
             got = filter_jacobian(outputs, mode=mode, num_blocks=num)(model, x)
             close(got, expected)
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", variants(MODES, "auto"))
     def test_flat(self, mode, getkey):
         model, x = network(getkey()), normal(getkey(), (3, 2), float)
         expected = flattened(dense(model, x), 4)
@@ -95,7 +95,7 @@ class TestTruth:
         jacobian = filter_jacobian(lambda x: matrix @ x, mode=mode, block_size=3)
         np.testing.assert_array_equal(jacobian(jnp.ones(4)), matrix)
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", variants(MODES, "auto"))
     def test_holomorphic(self, mode, getkey):
         z = {"a": normal(getkey(), (3,), jnp.complex128), "b": jnp.array(1 - 2j)}
         fun = lambda z: jnp.sin(z["a"]) * z["a"][::-1] * z["b"] ** 2
@@ -292,6 +292,7 @@ class TestUse:
             filter_jacobian(fun, mode=mode, block_size=2)(model, x)
             assert fun.num == 1
 
+    @pytest.mark.matrix
     def test_nested(self, getkey):
         one = lambda key: eqx.nn.MLP(2, 2, 3, 1, jnp.tanh, key=key)
         several = lambda key: eqx.filter_vmap(one)(jr.split(key, 3))

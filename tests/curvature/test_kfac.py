@@ -101,7 +101,7 @@ class TestDefinition:
         expected = factors(known, y, sharing=sharing)
         close(kronecker(found), expected)
 
-    @pytest.mark.parametrize("known", spread([*KNOWN], 2), indirect=True)
+    @pytest.mark.parametrize("known", spread([*KNOWN], 1), indirect=True)
     def test_estimates(self, known, y):
         weights = jnp.arange(1.0, NUM + 1)
         found = kfac(
@@ -221,7 +221,7 @@ class TestExact:
         apply = lambda model, x, y: model(x)
         self._compare(apply, square, model, x, y)
 
-    @pytest.mark.parametrize("sharing", ("expand", "reduce"))
+    @pytest.mark.parametrize("sharing", spread(("expand", "reduce"), 1))
     def test_deep_linear_with_positions(self, sharing):
         """Losses of each position are expanded, and means over them reduced."""
         model = drawn(eqx.nn.MLP, 3, 2, 4, 1, lambda x: x, key=jr.key(0))
@@ -404,7 +404,7 @@ class TestOtherBlocks:
         close(values, np.einsum("ik,ij,jk->k", vectors, exact, vectors))
 
     @pytest.mark.flags
-    @pytest.mark.parametrize("way", ("scan", "groups", "ensemble"))
+    @pytest.mark.parametrize("way", spread(("scan", "groups", "ensemble"), 1))
     def test_several_matrices(self, way):
         """Each entry of an axis that both factors have is a block of its own."""
         keys = jr.split(jr.key(0), 3)

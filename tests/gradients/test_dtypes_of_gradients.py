@@ -167,6 +167,7 @@ def test_running_mean_of_huge_gradients():
     assert_same(got, jnp.full(2, 0.5**0.5 * 1e38))
 
 
+@pytest.mark.matrix
 def test_noise_scale_of_a_count_of_few_bits(getkey):
     model, x, y = data(getkey(), 300)
     grads = each(model, x, y)

@@ -84,7 +84,9 @@ def test_no_examples(getkey):
     assert jnp.isnan(filter_micro_value_and_grad(loss)(model, x, y)[0])
 
 
-@pytest.mark.parametrize("options", ({}, {"clip_norm": 0.3}, {"metrics": jnp.shape}))
+@pytest.mark.parametrize(
+    "options", spread(({}, {"clip_norm": 0.3}, {"metrics": jnp.shape}), 2)
+)
 def test_aux(getkey, options):
     model, x, y = data(getkey(), 5)
     if "metrics" in options:

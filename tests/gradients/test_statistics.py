@@ -230,7 +230,7 @@ def test_norms_of_leaves_and_groups(getkey):
     assert_same(found.norms, expected, tol=1e-5)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_scales(getkey, method):
     model, x, y = data(getkey(), 7)
     grads, settings = each(model, x, y), {"method": method, "microbatch_size": BLOCK}
@@ -262,7 +262,7 @@ def test_scales(getkey, method):
         assert_same(fun(model, x, y), expected, tol=1e-5)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_bounds_of_examples(getkey, method):
     model, x, y = data(getkey(), 7)
     grads = each(model, x, y)

@@ -187,6 +187,7 @@ BY_GRADIENTS = {
     variants(
         BY_FACTORS,
         "in_two_places",
+        "tied_layers",
         "tied_layers_and_all",
         "dropped_from_repeated_rows",
         "axes_dropped_in_another_order",

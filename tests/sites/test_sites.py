@@ -38,6 +38,7 @@ ALIKE = (
     "GRUCell, in a scan",
     "MLP",
     "SpectralNorm",
+    "WeightNorm",
 )
 
 

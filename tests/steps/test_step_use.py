@@ -69,6 +69,7 @@ def test_descends_by_itself_and_in_a_chain():
             (jnp.float16, "parameter"),
             (jnp.float32, "parameter"),
         ),
+        (jnp.float16, "parameter"),
         (jnp.float32, "parameter"),
     ),
 )
