@@ -35,7 +35,7 @@ from eqxbatch._base.platforms import for_platform, GPU
 from eqxbatch._batch import batch as batch_module
 from eqxbatch._batch.batch import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import pairings
-from ..helpers import assert_same, bent, CountTraces, drawn, memory, normal
+from ..helpers import assert_same, bent, CountTraces, drawn, memory, normal, spread
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def per_example_loss(x):
     return jnp.sum(MODEL(x) ** 2)
 
 
-@pytest.mark.parametrize("budget", ("100kB", "3MB"))
+@pytest.mark.parametrize("budget", spread(("100kB", "3MB"), 1))
 def test_is_the_largest_that_fits(budget, compilations, caplog):
     caplog.set_level(logging.DEBUG, "eqxbatch")
     run = lambda size: filter_micro_vmap(
@@ -97,6 +97,7 @@ def test_is_the_largest_that_fits(budget, compilations, caplog):
     assert choice.endswith(f"chose blocks of {chosen} of 4096.")
 
 
+@pytest.mark.matrix
 def test_figures_are_those_of_optimised_programs(monkeypatch):
     # What is compiled only to be measured is not optimised.
     conv = eqx.nn.Conv2d(1, 8, 3, key=jax.random.key(0))
@@ -171,6 +172,7 @@ def test_inside_of_other_transformations(getkey):
     assert_same(got, expected, tol=1e-4)
 
 
+@pytest.mark.matrix
 def test_microbatch(getkey):
     model = drawn(eqx.nn.MLP, 16, 1, 64, 1, key=getkey())
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)

@@ -82,6 +82,7 @@ def test_broken_sums(monkeypatch):
     assert max(weight.norm, bias.gradient) < 1e-12
 
 
+@pytest.mark.matrix
 def test_broken_curvature(monkeypatch):
     contracted = by_sites.contract
 
@@ -190,6 +191,7 @@ def test_functions_without_arguments_and_with_unused_parameters():
     assert everything(unused) == [0.0] * 5
 
 
+@pytest.mark.matrix
 def test_complex_parameters():
     w = normal(jr.key(0), (3,), jnp.complex64)
     fun = lambda w, x: jnp.abs(jnp.sum(jnp.exp(1j * x) * w)) ** 2
@@ -199,6 +201,7 @@ def test_complex_parameters():
     assert leaf.hessian is leaf.diagonal is leaf.gauss_newton is None
 
 
+@pytest.mark.matrix
 def test_only_where_forward_mode_is():
     w = jnp.arange(1.0, 4.0)
     fun = lambda w, x: jnp.sum(only_backwards(w * x))

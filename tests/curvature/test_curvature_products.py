@@ -74,6 +74,7 @@ class TestProducts:
         ("method", "num_outputs"),
         variants(
             (("products", 3), ("sites", 1), ("sites", 3), ("auto", 3)),
+            ("sites", 1),
             ("sites", 3),
             ("auto", 3),
         ),
@@ -124,6 +125,8 @@ class TestProducts:
             close(got, J.T @ J)
             np.testing.assert_array_equal(got, got.T)
 
+    # Also in `tests/sites/test_forms.py`.
+    @pytest.mark.matrix
     def test_ggn_of_complex_outputs(self, getkey):
         w, x = normal(getkey(), (2, 3), float), normal(getkey(), (4, 3), float)
 

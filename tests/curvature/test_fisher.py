@@ -84,7 +84,7 @@ PROBES = pytest.mark.parametrize("settings", spread(DRAWN, 1), ids=NAMES[2:])
 class TestEveryKind:
     @pytest.mark.parametrize(
         ("settings", "method"),
-        spread([*zip(ALL, ("sites", "products", "products", "sites"), strict=True)], 2),
+        spread([*zip(ALL, ("sites", "products", "products", "sites"), strict=True)], 1),
         ids=NAMES,
     )
     def test_parts(self, job, settings, method):
@@ -103,12 +103,14 @@ class TestEveryKind:
             close(block, whole[own, own])
             start += size
 
+    @pytest.mark.matrix
     @PROBES
     def test_microbatches_make_no_difference(self, job, settings):
         expected, _ = matrix(job, filter_ggn_diagonal, **settings)
         got, _ = matrix(job, filter_ggn_diagonal, microbatch_size=3, **settings)
         close(got, expected)
 
+    @pytest.mark.matrix
     def test_budget(self, job):
         expected, _ = matrix(job, filter_ggn_diagonal)
         budget = MemoryBudget(2**24)
@@ -163,7 +165,7 @@ def test_truth(job):
     close(diagonal, np.mean(pulled**2, 0))
 
 
-@pytest.mark.parametrize("settings", DRAWN, ids=NAMES[2:])
+@PROBES
 def test_estimates_are_unbiased(job, settings):
     exact, num = np.asarray(matrix(job)[0]), 400
 
@@ -196,6 +198,7 @@ def test_keys_are_of_examples(job):
     )
 
 
+@pytest.mark.matrix
 @PROBES
 def test_one_example(job, settings):
     model, x, labels = job

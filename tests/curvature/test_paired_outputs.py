@@ -16,7 +16,7 @@ from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
 from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._curvature.by_sites import paired_outputs
 from eqxbatch._sites.trace import Program
-from ..helpers import drawn, memory, normal, spread
+from ..helpers import drawn, memory, normal
 from .oracle import close
 
 
@@ -188,7 +188,8 @@ def compare(seed):
 
 
 # Among these are outputs that have the entries of a layer, and others.
-@pytest.mark.parametrize("seed", spread((0, 1), 1))
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", (0, 1))
 def test_drawn_programs(seed, x64):
     compare(seed)
 

@@ -51,7 +51,7 @@ def test_clips_the_gradient_of_each_example(getkey, total, method):
     assert statistics.moments is None
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_clips_groups(getkey, method):
     model, x, y = data(getkey(), 7)
     grads = each(model, x, y)
@@ -261,7 +261,7 @@ def test_inputs_whose_squares_are_out_of_range(method):
     assert_same(gradient, jnp.array([0.2, 0.8 / 3]))
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_slopes_whose_squares_are_out_of_range(method):
     # The same parameters by their logarithms, so that the slopes are large or small.
     x = np.arange(16.0).reshape(2, 8) / 8
@@ -285,7 +285,7 @@ def test_slopes_whose_squares_are_out_of_range(method):
             np.testing.assert_allclose(gradient, np.mean(clipped, axis=0), rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_one_infinite_entry_makes_all_of_a_gradient_infinite(method):
     w, x = (jnp.ones(2), jnp.ones(2)), jnp.array([[1.0, jnp.inf], [1.0, 1.0]])
     loss = lambda w, x: w[0] @ x + w[1].sum()
@@ -305,7 +305,7 @@ def test_memory_of_norms_is_not_that_of_gradients(getkey):
     assert temporaries["sites"] < 16 * one
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_norms_where_no_parameter_is_used(method):
     loss = lambda w, x: jnp.sum(x)
     settings = {"clip_norm": 1.0, "return_norms": True, "method": method}
@@ -315,7 +315,7 @@ def test_norms_where_no_parameter_is_used(method):
     assert_same(statistics.norms, jnp.zeros(4))
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_factors_whose_squares_are_out_of_range(method):
     # The gradient is of order one, or nothing but its norm is out of range.
     x = jnp.array([[3e30, 4e30], [3e-30, 4e-30], [0.0, 0.0], [3e38, 3e38]])
@@ -333,7 +333,7 @@ def test_factors_whose_squares_are_out_of_range(method):
         assert_same(gradient, jnp.array([expected] * 2) / 2**0.5)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_squares_in_range_times_a_square_out_of_range(method):
     # Of a single factor, whose squares are not those of the gradient.
     for scale, size in ((2.0**-24, 2e-12), (2.0**12, 1e16), (2.0**12, 1e30)):
@@ -350,7 +350,7 @@ def test_squares_in_range_times_a_square_out_of_range(method):
         assert_same(gradient / (scale * size), jnp.array([0.9, 1.2]))
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 @pytest.mark.parametrize("scale", (1e25, 1e-25))
 def test_parameters_times_numbers_whose_squares_are_out_of_range(scale, method):
     x = jnp.array([[3.0, 4.0], [0.3, 0.4]]) / scale
@@ -377,7 +377,7 @@ def test_derivatives_of_norms_whose_squares_are_out_of_range(method):
 
     x = jnp.array([[3e25, 4e25], [3e-25, 4e-25], [3.0, 4.0], [0.0, 0.0]])
     slopes = jnp.array([[0.6, 0.8]] * 3 + [[0.0, 0.0]])
-    assert_same(jax.grad(norm)(x), slopes)
+    assert_same(jax.jit(jax.grad(norm))(x), slopes)
 
 
 class Convolution(eqx.Module):

@@ -18,7 +18,7 @@ from ..helpers import assert_same, normal, thinned, variants
 from .models import combined, data, each, loss, METHODS, norms_of
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_bfloat16(getkey, method):
     model, x, y = data(getkey(), 64, jnp.bfloat16)
     fun = filter_micro_value_and_grad(
@@ -43,7 +43,7 @@ def test_bfloat16(getkey, method):
         np.testing.assert_allclose(got, wanted, 0.1, atol)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_complex_parameters(getkey, method):
     model, x, y = data(getkey(), 7, jnp.complex64)
     fun = lambda model, x, y: jnp.sum(jnp.abs(model(x) - y))
@@ -167,6 +167,7 @@ def test_running_mean_of_huge_gradients():
     assert_same(got, jnp.full(2, 0.5**0.5 * 1e38))
 
 
+@pytest.mark.matrix
 def test_noise_scale_of_a_count_of_few_bits(getkey):
     model, x, y = data(getkey(), 300)
     grads = each(model, x, y)

@@ -71,7 +71,7 @@ def test_gradients_of_a_selection(getkey, name):
     assert all(x is y for x, y in same)
 
 
-@pytest.mark.parametrize("method", variants(METHODS, "auto"))
+@pytest.mark.parametrize("method", variants(METHODS, "auto", "materialise"))
 def test_norms_are_those_of_the_selection(getkey, method):
     model, x, y = data(getkey(), 7)
     settings, parts = SELECTIONS["where"]

@@ -20,7 +20,16 @@ from eqxbatch import (
     Variance,
 )
 from eqxbatch.results import MeanAndVariance
-from ..helpers import assert_same, BLOCK, CountTraces, drawn, normal, thinned, TOTALS
+from ..helpers import (
+    assert_same,
+    BLOCK,
+    CountTraces,
+    drawn,
+    normal,
+    spread,
+    thinned,
+    TOTALS,
+)
 
 
 def model_and_data(getkey, total):
@@ -32,7 +41,17 @@ def loss(model, x, y):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-@pytest.mark.parametrize(("total", "size"), thinned(TOTALS, (1, BLOCK, None)))
+@pytest.mark.parametrize(
+    ("total", "size"),
+    (
+        *thinned((1, BLOCK + 1, 13), (1, BLOCK, None)),
+        *(
+            pytest.param(total, BLOCK, marks=pytest.mark.matrix)
+            for total in TOTALS
+            if total not in (1, BLOCK + 1, 13)
+        ),
+    ),
+)
 def test_exact_gradient_accumulation(size, total, getkey):
     model, x, y = model_and_data(getkey, total)
     grad = filter_microbatch(
@@ -76,10 +95,10 @@ def test_concat_of_results_that_do_not_scale():
     fun = lambda x: (x.sum()[None], jnp.repeat(x, 2))
     micro = filter_microbatch(fun, microbatch_size=4, accumulator=Concat())
     got = micro(x)
-    assert_same(got, (jnp.array([6.0, 22.0, 8.0]), jnp.repeat(x, 2)))
-    grad = jax.grad(lambda x: sum(jnp.sum(y**2) for y in micro(x)))(x)
-    sums = jnp.repeat(jnp.array([6.0, 22.0, 8.0]), jnp.array([4, 4, 1]))
-    assert_same(grad, 2 * sums + 4 * x)
+    sums = np.array([6, 22, 8], np.float32)
+    assert_same(got, (sums, np.repeat(x, 2)))
+    grad = jax.jit(jax.grad(lambda x: sum(jnp.sum(y**2) for y in micro(x))))(x)
+    assert_same(grad, 2 * np.repeat(sums, [4, 4, 1]) + 4 * np.asarray(x))
 
 
 def test_concat_of_ambiguous_results():
@@ -124,12 +143,12 @@ def test_variance_between_microbatches(getkey):
     got = micro(accumulator=Variance())(x)
     parts = [x[i : i + 4].mean() for i in range(0, 13, 4)]
     means = zip((4, 4, 4, 1), parts, strict=True)
-    spread = sum(n * (mean - x.mean()) ** 2 for n, mean in means) / 13
-    expected = MeanAndVariance(x.mean(), np.asarray(spread, np.float32))
+    variance = sum(n * (mean - x.mean()) ** 2 for n, mean in means) / 13
+    expected = MeanAndVariance(x.mean(), np.asarray(variance, np.float32))
     assert_same(got, expected, tol=1e-4)
 
 
-@pytest.mark.parametrize("mode", ("batch", "ema"))
+@pytest.mark.parametrize("mode", spread(("batch", "ema"), 1))
 def test_a_state_is_merged_where_it_is_returned(mode):
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
         3, "batch", momentum=0.9, mode=mode

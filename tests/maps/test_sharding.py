@@ -1,5 +1,7 @@
 """Batches that are spread over devices; `conftest.py` makes four of one."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,18 @@ from eqxbatch import (
     Variance,
 )
 from eqxbatch.results import GradientStatistics
-from ..helpers import assert_same, bent, drawn, KINDS, make_mesh, normal, put, thinned
+from ..helpers import (
+    assert_same,
+    bent,
+    drawn,
+    KINDS,
+    make_mesh,
+    normal,
+    put,
+    spread,
+    thinned,
+    variants,
+)
 
 
 def fun(x):
@@ -120,7 +133,7 @@ def test_derivatives(kind, total, checkpoint, getkey):
     assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", spread(KINDS, 1))
 def test_gradients_of_modules_in_microbatches(kind, getkey):
     mesh = make_mesh(kind)
     model = bent(3, 1, getkey())
@@ -131,8 +144,8 @@ def test_gradients_of_modules_in_microbatches(kind, getkey):
         grad, in_axes=(None, 0), microbatch_size=12, accumulator=Mean()
     )
     arrays, static = eqx.partition(model, eqx.is_array)
-    spread = jax.tree.map(lambda x: put(x, mesh), arrays)
-    got = micro(eqx.combine(spread, static), put(x, mesh, "data"))
+    placed = jax.tree.map(lambda x: put(x, mesh), arrays)
+    got = micro(eqx.combine(placed, static), put(x, mesh, "data"))
     expected = eqx.filter_jit(grad)(model, x)
     assert_same(
         jax.device_get(eqx.filter(got, eqx.is_array)),
@@ -163,7 +176,7 @@ def test_sizes_that_no_device_count_divides(kind, getkey):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
 def test_meshes_of_two_axes(kind, getkey):
     mesh = make_mesh(kind, (2, 2), ("data", "model"))
     x = normal(getkey(), (24, 4))
@@ -228,32 +241,39 @@ def test_early_stop_inside_of_shard_map(count, getkey):
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    ("kind", "options"), thinned(KINDS, ({}, {"clip_norm": 0.5, "return_norms": True}))
+    ("kind", "clip_norm"), spread([*itertools.product(KINDS[::-1], (0.5, None))], 1)
 )
-def test_gradients(kind, options, getkey):
+def test_gradients(kind, clip_norm, getkey):
     mlp = drawn(eqx.nn.MLP, 3, 2, 4, 1, key=getkey())
     loss = lambda model, x: jnp.sum(jnp.tanh(jax.vmap(model)(x)) ** 2)
     x = normal(getkey(), (16, 5, 3))
-    grad = filter_micro_grad(loss, microbatch_size=8, **options)
+    is_clipped = clip_norm is not None
+    grad = filter_micro_grad(
+        loss, microbatch_size=8, clip_norm=clip_norm, return_norms=is_clipped
+    )
     mesh = make_mesh(kind)
     arrays, static = eqx.partition(mlp, eqx.is_array)
-    spread = eqx.combine(jax.tree.map(lambda x: put(x, mesh), arrays), static)
-    got = grad(spread, put(x, mesh, "data"))
+    placed = eqx.combine(jax.tree.map(lambda x: put(x, mesh), arrays), static)
+    got = grad(placed, put(x, mesh, "data"))
     assert_same(jax.device_get(got), jax.device_get(grad(mlp, x)))
 
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("kind", "options"),
-    thinned(
-        KINDS,
-        (
-            {},
-            {"clip_norm": 0.5, "method": "sites"},
-            {"clip_norm": 0.5, "method": "materialise"},
-            {"clip_norm": 0.5, "metrics": lambda gradient: gradient.cell.bias[0]},
-        ),
-    ),
+    [
+        pytest.param(kind, options, marks=() if is_kept else pytest.mark.matrix)
+        for kind in KINDS
+        for options, is_kept in (
+            ({}, kind == AxisType.Auto),
+            ({"clip_norm": 0.5, "method": "sites"}, kind == AxisType.Explicit),
+            ({"clip_norm": 0.5, "method": "materialise"}, False),
+            (
+                {"clip_norm": 0.5, "metrics": lambda gradient: gradient.cell.bias[0]},
+                False,
+            ),
+        )
+    ],
 )
 def test_gradients_inside_of_shard_map(kind, options, getkey):
     class Model(eqx.Module):
@@ -291,13 +311,13 @@ def test_gradients_inside_of_shard_map(kind, options, getkey):
         out_specs=out_specs if options else P(),
     )
     expected = jax.device_get(grad(model, tokens))
-    spread = jax.tree.map(lambda x: put(x, mesh), arrays)
-    got = jax.jit(mapped)(spread, put(tokens, mesh, "data"))
+    placed = jax.tree.map(lambda x: put(x, mesh), arrays)
+    got = jax.jit(mapped)(placed, put(tokens, mesh, "data"))
     assert_same(jax.device_get(got), expected, tol=1e-4)
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
 def test_kernels_inside_of_shard_map(kind, getkey):
     model = bent(3, 2, getkey())
     x, z, v = normal(getkey(), (8, 3)), normal(getkey(), (3, 3)), jnp.ones((3, 2))

@@ -23,12 +23,15 @@ pytestmark = pytest.mark.versions
 
 
 @pytest.mark.parametrize(
-    ("accumulator", "of_remainder"),
-    ((Concat(), 0), ((Concat(), Mean()), 0), (Max(), 1), ((Sum(), Max()), 1)),
+    ("case", "total"),
+    thinned(
+        ((Concat(), 0), ((Concat(), Mean()), 0), (Max(), 1), ((Sum(), Max()), 1)),
+        (0, 3, 4, 8, 5, 9),
+    ),
 )
-@pytest.mark.parametrize("total", (0, 3, 4, 8, 5, 9))
-def test_one_trace_and_one_for_a_remainder(total, accumulator, of_remainder):
+def test_one_trace_and_one_for_a_remainder(total, case):
     """Microbatches overlap if the accumulators count the examples that are new."""
+    accumulator, of_remainder = case
     fun = CountTraces(lambda x: (x, 2 * x))
     micro = filter_micro_vmap(fun, microbatch_size=4, accumulator=accumulator)
     traces = 1 + of_remainder * (total in (5, 9))

@@ -2,11 +2,10 @@
 
 import pytest
 
-from ..helpers import quickly
 from .map_programs import FAMILIES, Finding, run_seed
 
 
-pytestmark = pytest.mark.versions
+pytestmark = pytest.mark.matrix
 
 
 # One of each family; those from the second line on found a defect each, or notice what
@@ -19,13 +18,12 @@ SEEDS = (
 )
 
 
-@pytest.mark.parametrize("seed", quickly(SEEDS, len(FAMILIES), pytest.mark.matrix))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_equals_numpy_and_vmap(seed):
     found, text, choices = run_seed(seed)
     assert not isinstance(found, Finding), f"{text}\n{choices}\n{found}"
 
 
-@pytest.mark.matrix
 def test_a_seed_is_one_case():
     """The same choices make the same case, without the seed."""
     _, text, choices = run_seed(7)

@@ -6,7 +6,6 @@ import jax
 import pytest
 
 from eqxbatch._sites import gram
-from ..helpers import quickly
 from .program_draw import draw
 from .site_programs import examine, settings
 
@@ -70,7 +69,8 @@ def compare(program, *turn):
     assert result.num_compared
 
 
-@pytest.mark.parametrize("seed", quickly(SEEDS, 1, pytest.mark.matrix))
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_program(seed):
     with settings():
         program = draw(seed)
@@ -101,7 +101,8 @@ def test_random_program_of_branches_and_rules(seed, uses):
     compare(program, IN_TURN[seed % len(IN_TURN)])
 
 
-@pytest.mark.parametrize("seed", quickly(OF_OTHER_VIEWS, 1, pytest.mark.matrix))
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", OF_OTHER_VIEWS)
 def test_random_program_of_views_without_inner_products(seed):
     with settings():
         program = draw(seed)

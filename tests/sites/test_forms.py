@@ -187,10 +187,14 @@ BY_GRADIENTS = {
     variants(
         BY_FACTORS,
         "in_two_places",
+        "tied_layers",
         "tied_layers_and_all",
         "dropped_from_repeated_rows",
         "axes_dropped_in_another_order",
         "rows_and_columns",
+        "uint8_at_its_range",
+        "uint32",
+        "one_uint8",
     ),
 )
 def test_use_by_factors(name):
@@ -263,7 +267,13 @@ LOSSES = {
 
 @pytest.mark.parametrize(
     "name",
-    variants(LOSSES, "used_in_another_order", "complex_by_a_cast", "with_both_signs"),
+    variants(
+        LOSSES,
+        "used_in_another_order",
+        "complex_by_a_view",
+        "complex_by_a_cast",
+        "with_both_signs",
+    ),
 )
 def test_curvature_and_clipping(name):
     model, fun = LOSSES[name]
@@ -300,7 +310,7 @@ PREDICTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", PREDICTIONS)
+@pytest.mark.parametrize("name", variants(PREDICTIONS, "complex_outputs"))
 def test_gauss_newton(name):
     model, fun = PREDICTIONS[name]
     model = cast(model)
@@ -368,7 +378,9 @@ def test_kernel_of_what_is_only_added(way, lengths):
         close(estimator(first, second), expected)
 
 
-@pytest.mark.parametrize("name", ("reshape", "dot_general", "scan"))
+@pytest.mark.parametrize(
+    "name", variants(("reshape", "dot_general", "scan"), "dot_general")
+)
 def test_unknown_parameters_are_declined(name, monkeypatch):
     words, known = jaxprs._KNOWN[name]
     unknown = {"dimensions", "dimension_numbers", "reverse"}

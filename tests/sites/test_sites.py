@@ -24,7 +24,25 @@ from .oracle import cast, compare, NUM
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# With the rules of others, in other dimensions or with fewer of them.
+ALIKE = (
+    "Linear, of a sequence",
+    "Conv1d",
+    "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose3d",
+    "Embedding",
+    "LayerNorm",
+    "MultiheadAttention",
+    "GRUCell, in a scan",
+    "MLP",
+    "SpectralNorm",
+    "WeightNorm",
+)
+
+
+@pytest.mark.parametrize("name", variants(LAYERS, *ALIKE))
 def test_layer(name):
     compare(LAYERS[name]())
 
@@ -306,24 +324,26 @@ BY_GRADIENTS = {
     "same_in_all_examples": (weight(4, 4), lambda w, x: (w @ w) * x[None], vectors(4)),
     "primitives": (
         (weight(6, 6), weight(6, 6)),
+        # Each of these of one of the two.
         lambda w, x: sum(
-            f(v) @ x[:6]
-            for v in w
-            for f in (
-                lambda v: jnp.tile(v, (2, 1))[3:9],
-                lambda v: jnp.pad(v, 1)[1:7, :6],
-                lambda v: jnp.cumsum(v, 0),
-                lambda v: jnp.fft.fft(v).real + jnp.imag(jnp.fft.fft(v.T)),
-                lambda v: jnp.zeros((7, 6)).at[1:, :].set(v)[:6],
-                lambda v: jnp.zeros((9, 6)).at[jnp.array([1, 4])].add(v[:2])[:6],
-                lambda v: lax.complex(v, v.T).real,
-                lambda v: jnp.roll(v, 2, 1) + jnp.stack([v, v.T])[1],
-                lambda v: jax.nn.softmax(v),
-                lambda v: v / jnp.linalg.norm(v, axis=1, keepdims=True),
-                lambda v: jnp.linalg.inv(v + 9 * jnp.eye(6)),
-                lambda v: lax.cond(True, jnp.sin, jnp.cos, v),
-                lambda v: lax.scan(lambda c, r: (c + r**2, c * r), v[0], v)[1],
-                lambda v: odd(v, jnp.eye(6)) + bent(v),
+            f(w[i % 2]) @ x[:6]
+            for i, f in enumerate(
+                (
+                    lambda v: jnp.tile(v, (2, 1))[3:9],
+                    lambda v: jnp.pad(v, 1)[1:7, :6],
+                    lambda v: jnp.cumsum(v, 0),
+                    lambda v: jnp.fft.fft(v).real + jnp.imag(jnp.fft.fft(v.T)),
+                    lambda v: jnp.zeros((7, 6)).at[1:, :].set(v)[:6],
+                    lambda v: jnp.zeros((9, 6)).at[jnp.array([1, 4])].add(v[:2])[:6],
+                    lambda v: lax.complex(v, v.T).real,
+                    lambda v: jnp.roll(v, 2, 1) + jnp.stack([v, v.T])[1],
+                    lambda v: jax.nn.softmax(v),
+                    lambda v: v / jnp.linalg.norm(v, axis=1, keepdims=True),
+                    lambda v: jnp.linalg.inv(v + 9 * jnp.eye(6)),
+                    lambda v: lax.cond(True, jnp.sin, jnp.cos, v),
+                    lambda v: lax.scan(lambda c, r: (c + r**2, c * r), v[0], v)[1],
+                    lambda v: odd(v, jnp.eye(6)) + bent(v),
+                )
             )
         ),
         vectors(6),
@@ -352,6 +372,7 @@ VARIANTS = (
     "one_row",
     "scaled",
     "split",
+    "stacked",
     "stacked_and_parametrised",
     "scaled_and_reversed",
     "repeated",
@@ -406,15 +427,20 @@ FALLBACKS = {
 }
 
 
-@pytest.mark.parametrize("name", FALLBACKS)
-def test_leaf_without_a_rule_falls_back_alone(name):
-    use, reason = FALLBACKS[name]
-    fun = lambda ws, x: (use(ws[0], x), ws[1] @ x)
-    program, comparable = compare(Case((weight(4, 4), weight(4, 4)), fun, vectors(4)))
-    assert list(program.fallbacks) == [0]
-    assert reason in program.fallbacks[0]
-    # Its own site is the leaf itself, whose cotangent is the gradient.
-    assert comparable == [True, True]
+def test_leaves_without_a_rule_fall_back_alone():
+    def fun(ws, x):
+        return {name: (use(ws[name], x), ws["other"] @ x) for name, (use, _) in pairs}
+
+    pairs = FALLBACKS.items()
+    leaves = {name: weight(4, 4) for name in (*FALLBACKS, "other")}
+    program, comparable = compare(Case(leaves, fun, vectors(4)))
+    # Leaves are in the order of their names.
+    reasons = {sorted(leaves).index(name): reason for name, (_, reason) in pairs}
+    assert {*program.fallbacks} == {*reasons}
+    for leaf, reason in reasons.items():
+        assert reason in program.fallbacks[leaf]
+    # Their own sites are the leaves themselves, whose cotangents are the gradients.
+    assert all(comparable)
 
 
 def test_many_uses_are_the_steps_of_a_loop(monkeypatch):
@@ -512,7 +538,7 @@ def _in_steps(w, x):
 @pytest.mark.parametrize(
     ("fun", "shape", "dtype", "form"),
     (
-        pytest.param(_layers, (3, 4, 4), float, "factors"),
+        pytest.param(_layers, (3, 4, 4), float, "factors", marks=pytest.mark.matrix),
         pytest.param(_flat, (40,), float, "factors"),
         pytest.param(_split, (9, 4), float, "factors", marks=pytest.mark.matrix),
         pytest.param(_scaled, (6, 4), float, "factors", marks=pytest.mark.matrix),

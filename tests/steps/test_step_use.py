@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import eqxbatch
-from ..helpers import assert_same, drawn, make_mesh, put, spread, variants
+from ..helpers import assert_same, drawn, make_mesh, put, spread, thinned, variants
 from .oracle import as_numbers, close, step, system
 
 
@@ -69,6 +69,7 @@ def test_descends_by_itself_and_in_a_chain():
             (jnp.float16, "parameter"),
             (jnp.float32, "parameter"),
         ),
+        (jnp.float16, "parameter"),
         (jnp.float32, "parameter"),
     ),
 )
@@ -84,20 +85,19 @@ def test_narrow_dtypes(dtype, space):
     close(found, as_numbers(expected), tol)
 
 
-def test_small_residuals_do_not_vanish_in_half_precision():
+@pytest.mark.parametrize("space", spread(("sample", "parameter"), 1))
+def test_small_residuals_do_not_vanish_in_half_precision(space):
     # Their products with weights are out of the range of float16.
     model, x = network(jnp.float16), cast(X, jnp.float16)
-    for space in ("sample", "parameter"):
-        of = take(
-            lambda model, x, size: (model(x), jnp.full(2, size, jnp.float32)),
-            has_residual=True,
-            in_axes=(0, None),
-            space=space,
-            filter_spec=eqx.is_inexact_array,
-        )
-        small = as_numbers(of(model, x, jnp.float32(1e-3))) * 1e3
-        large = as_numbers(of(model, x, jnp.float32(1.0)))
-        np.testing.assert_allclose(small, large, rtol=2e-2, atol=2e-3)
+    of = take(
+        lambda model, x, size: (model(x), jnp.full(2, size, jnp.float32)),
+        has_residual=True,
+        in_axes=(0, None),
+        space=space,
+        filter_spec=eqx.is_inexact_array,
+    )
+    small, large = (as_numbers(of(model, x, np.float32(s))) for s in (1e-3, 1.0))
+    np.testing.assert_allclose(1e3 * small, large, rtol=2e-2, atol=2e-3)
 
 
 def test_matrices_of_half_precision_are_in_float32():
@@ -114,16 +114,18 @@ def test_matrices_of_half_precision_are_in_float32():
         close(of(jnp.zeros(2, jnp.bfloat16), rows, y), exact, 5e-2)
 
 
-@pytest.mark.parametrize("space", ("sample", "parameter"))
-def test_sums_beyond_float16(space):
+@pytest.mark.parametrize(
+    ("space", "in_blocks"), thinned(("sample", "parameter"), (False, True))
+)
+def test_sums_beyond_float16(space, in_blocks):
     # Neither the matrix nor sums of derivatives over the examples are in its range.
     x, w = np.full((400, 2), 300, np.float16), np.array([0.5, 0.5], np.float16)
     wide = np.asarray(x, np.float64)
     expected = step(wide / 20, wide @ np.asarray(w, np.float64) / 20, 1.0)
     size = {"sample": "block_size", "parameter": "microbatch_size"}[space]
-    for sizes in ({}, {size: 150}):
-        found = take(lambda w, x: w @ x, damping=1.0, space=space, **sizes)(w, x)
-        close(found, expected, 1e-2)
+    sizes = {size: 150} if in_blocks else {}
+    found = take(lambda w, x: w @ x, damping=1.0, space=space, **sizes)(w, x)
+    close(found, expected, 1e-2)
 
 
 def test_data_of_another_dtype(x64):
@@ -192,7 +194,9 @@ def test_no_examples():
     close(kept, 0.5 * as_numbers(previous), 1e-6)
 
 
-@pytest.mark.parametrize(("space", "damping"), (("sample", 1e-3), ("parameter", 0.1)))
+@pytest.mark.parametrize(
+    ("space", "damping"), spread((("sample", 1e-3), ("parameter", 0.1)), 1)
+)
 def test_products_in_float32(space, damping):
     """With the tolerances that the docs recommend, for residuals of any size."""
     settings = {"use_final_bias": False, "key": jr.key(0)}
@@ -272,7 +276,8 @@ def test_closed_over_arrays():
     assert_same(run(offset), expected, tol=1e-3)
 
 
-@pytest.mark.parametrize("space", spread(("sample", "parameter"), 1))
+@pytest.mark.matrix
+@pytest.mark.parametrize("space", ("sample", "parameter"))
 def test_within_shard_map(space):
     # A step is that of the examples on its device.
     mesh = make_mesh(jax.sharding.AxisType.Auto)
