@@ -5,9 +5,6 @@ import pytest
 from .map_programs import FAMILIES, Finding, run_seed
 
 
-pytestmark = pytest.mark.matrix
-
-
 # One of each family; those from the second line on found a defect each, or notice what
 # others do not.
 SEEDS = (
@@ -18,12 +15,20 @@ SEEDS = (
 )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+# Two also run with the newest and the lowest versions.
+MARKED = [
+    pytest.param(seed, marks=pytest.mark.versions if i < 2 else pytest.mark.matrix)
+    for i, seed in enumerate(SEEDS)
+]
+
+
+@pytest.mark.parametrize("seed", MARKED)
 def test_equals_numpy_and_vmap(seed):
     found, text, choices = run_seed(seed)
     assert not isinstance(found, Finding), f"{text}\n{choices}\n{found}"
 
 
+@pytest.mark.matrix
 def test_a_seed_is_one_case():
     """The same choices make the same case, without the seed."""
     _, text, choices = run_seed(7)
