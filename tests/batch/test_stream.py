@@ -45,7 +45,7 @@ from eqxbatch import (
     Variance,
 )
 from ..flags import COMPILE_FAST
-from ..helpers import assert_same, KINDS, make_mesh, thinned
+from ..helpers import assert_same, Counted, KINDS, make_mesh, thinned
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -320,20 +320,6 @@ def test_on_a_mesh(kind, name, net):
     got = stream(net, batches(X, Y, sizes=(4, 4, 3)))
     expected = TRANSFORMS[name](net, X, Y)
     assert_same(jax.device_get(got), jax.device_get(expected), 1e-11)
-
-
-class Counted:
-    """Rows on disk that count how often they are read, and may fail."""
-
-    def __init__(self, rows, fails=None):
-        self.rows, self.fails, self.read = rows, fails, []
-        self.shape = rows.shape
-
-    def __getitem__(self, index):
-        if index.start == self.fails:
-            raise OSError("a disk")
-        self.read.append(index.start)
-        return self.rows[index]
 
 
 @pytest.mark.versions

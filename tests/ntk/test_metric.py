@@ -21,7 +21,7 @@ from eqxbatch import (
     Projection,
     TopK,
 )
-from ..helpers import assert_same, drawn, integers, normal, variants
+from ..helpers import assert_same, Counted, drawn, integers, normal, variants
 from .models import float64, jacobians, pairs
 
 
@@ -307,52 +307,12 @@ def test_two_negative_factors_have_a_positive_product():
     assert_same(kernel(x), expected)
 
 
-def test_wrong_metrics():
-    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
-    make = functools.partial(EmpiricalNTK, model)
-    ones = jax.tree.map(np.ones_like, jax.device_get(parameters(model)))
-    with pytest.raises(ValueError, match=r"like the parameters.*of the same model"):
-        make(metric={"weight": np.ones((2, 3), "float32")})
-    with pytest.raises(ValueError, match=r"first difference is at `\.bias`"):
-        make(metric=eqx.tree_at(lambda x: x.bias, ones, np.ones(3, "float32")))
-    other = drawn(eqx.nn.Linear, 3, 4, key=jr.key(0))
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
-    of_other = call(other, np.ones((2, 3), "float32"))
-    with pytest.raises(ValueError, match=r"at `\.weight`: .*\(2, 3\).*\(4, 3\)"):
-        make(metric=of_other.operator(damping=0.1))
-    with pytest.raises(ValueError, match=r"`factors\.operator\(damping=\.\.\.\)`"):
-        make(metric=of_other)
-    for waves in (jax.tree.map(lambda x: x + 0j, ones), np.eye(8) + 0j):
-        with pytest.raises(ValueError, match="must be real, but it has complex"):
-            make(metric=waves)
-    for wrong in (-1, np.nan, np.inf):
-        entries = np.array([1, wrong], "float32")
-        with pytest.raises(ValueError, match=r"non-negative and finite. See `\.bias`"):
-            make(metric=eqx.tree_at(lambda x: x.bias, ones, entries))
-    eye = np.eye(8, dtype="float32")
-    with pytest.raises(
-        ValueError, match=r"positive definite.*multiple of the identity"
-    ):
-        make(metric=np.ones_like(eye))
-    with pytest.raises(
-        ValueError, match=r"positive definite.*multiple of the identity"
-    ):
-        make(metric=-eye)
-    with pytest.raises(ValueError, match="symmetric, without NaN"):
-        make(metric=np.triu(np.ones_like(eye)))
+def test_traced_metrics_that_are_wrong_give_nan():
     # Values that are traced cannot raise.
-    of_traced = eqx.filter_jit(lambda metric, x: make(metric=metric)(x))
-    wrong = np.triu(np.ones_like(eye)) + 8 * eye
-    assert np.isnan(of_traced(wrong, np.ones((2, 3), "float32"))).all()
-    wide = eqx.nn.Linear(8199, 1, key=jr.key(0))
-    structs = jax.eval_shape(lambda: parameters(wide))
-    with pytest.raises(ValueError, match=r"8192 rows at most.*got 8200"):
-        EmpiricalNTK(wide, metric=lineax.IdentityLinearOperator(structs))
-    waves = eqx.Partial(jnp.multiply, jax.device_put(np.ones(2, "complex64")))
-    with pytest.raises(ValueError, match="real parameters, but some are complex"):
-        EmpiricalNTK(waves, metric=np.eye(2, dtype="float32"))
-    with pytest.raises(ValueError, match=r"no `metric`.*'auto' or 'sites'"):
-        make(metric=ones, method="ntk_vector_products")
+    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
+    run = lambda metric, x: EmpiricalNTK(model, metric=metric)(x)
+    wrong = np.triu(np.ones((8, 8), "float32")) + 8 * np.eye(8, dtype="float32")
+    assert np.isnan(eqx.filter_jit(run)(wrong, np.ones((2, 3), "float32"))).all()
 
 
 class Tokens(eqx.Module):
@@ -436,11 +396,40 @@ def test_projections_are_unbiased():
     assert 0.8 < estimates.std() / deviation < 1.2
 
 
-def test_wrong_features():
-    model, x = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0)), np.ones((4, 3), "float32")
-    with pytest.raises(ValueError, match="`features` needs a `metric`"):
-        EmpiricalNTK(model).features(x)
-    sketch = Projection(4, jr.key(0))
-    waves = eqx.Partial(lambda model, x: jax.lax.complex(model(x), x[:2]), model)
-    with pytest.raises(ValueError, match="coordinates of real gradients"):
-        EmpiricalNTK(waves, metric=sketch).features(x)
+class Noisy(eqx.Module):
+    """Each example has a key and a mask."""
+
+    weight: jax.Array
+
+    def __call__(self, x, *, key, mask, power):
+        noise = jr.bernoulli(key, shape=x.shape).astype(x.dtype)
+        return jnp.tanh(self.weight @ (x * mask + noise)) ** power
+
+
+@float64
+def test_features_go_to_disk(tmp_path):
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(7, 3)), rng.uniform(size=(7, 3))
+    model = Noisy(normal(jr.key(0), (2, 3), float))
+    metric = Projection(4, jr.key(1))
+    kernel = EmpiricalNTK(model, metric=metric, block_size=(3, 2))
+
+    def run(rows, num=7, **settings):
+        pair = mask[:num], None
+        return kernel.features(rows, key=jr.key(2), mask=pair, power=2, **settings)
+
+    expected = run(x)
+    for num in (0, 1, 2, 3, 4, 7):
+        found = run(x[:num], num, store="host")
+        assert_same(jax.device_put(found), expected[:num])
+
+    path = tmp_path / "features"
+    with pytest.raises(OSError, match="a disk"):
+        run(Counted(x, fails=3), store=path)
+    assert [*path.glob("**/c/0/**/0")]
+    again = Counted(x)
+    assert eqx.tree_equal(np.asarray(run(again, store=path)), found)
+    # That of the first batch has its types, too.
+    other = dataclasses.replace(kernel, metric=Projection(4, jr.key(3)))
+    with pytest.raises(ValueError, match="has another map than this one"):
+        other.features(x, key=jr.key(2), mask=(mask, None), power=2, store=path)
