@@ -54,7 +54,7 @@ class Net(eqx.Module):
 
 
 class Loss(eqx.Module):
-    model: Net
+    model: eqx.Module
 
     def __call__(self, x):
         return jnp.sum(jnp.cosh(self.model(x)))
@@ -142,8 +142,8 @@ def test_is_the_dense_product(kind):
     other, vector = np.asarray(x)[:3], normal(jr.key(2), (3, OUTPUTS), float)
 
     def results(model, metric, x, other, vector):
-        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric, block_size=3)
-        yield kernel(x, other)
+        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric)
+        yield dataclasses.replace(kernel, block_size=3)(x, other)
         yield kernel.diagonal(x)
         if kind in WITH_PRODUCTS:
             yield EmpiricalKernel(model, metric=metric, method="sites")(x).ntk
@@ -199,18 +199,20 @@ def test_tokens_and_both_roles_of_a_weight_keep_factors():
     jac = np.asarray(jacobians(model, x))
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4))
     metric = call(model, x).operator(damping=0.1, factored=True).inverse()
-    kernel = kernel_of(model, metric, trace_axes=(), block_size=3)
-    assert all(part.is_factored for part in kernel.metric.parts)
-    right = jac @ np.asarray(eqx.filter_jit(metric.as_matrix)())
     first = jax.device_put(np.asarray(x)[:2])
-    for left, other, expected in (
-        (x, None, pairs(right, jac)),
-        (x, first, pairs(right, jac[:2])),
-        (first, x, pairs(right[:2], jac)),
-    ):
-        assert_same(kernel(left, other), expected)
-    features = np.asarray(kernel.features(x))
-    assert_same(pairs(features, features), pairs(right, jac))
+
+    @eqx.filter_jit
+    def results(model, metric, x, first):
+        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric)
+        assert all(part.is_factored for part in kernel.metric.parts)
+        kernels = kernel(x), kernel(x, first), kernel(first, x)
+        return kernels, kernel.features(x), metric.as_matrix()
+
+    found, features, weights = jax.device_get(results(model, metric, x, first))
+    right = jac @ weights
+    expected = pairs(right, jac), pairs(right, jac[:2]), pairs(right[:2], jac)
+    assert_same(jax.device_put(found), expected)
+    assert_same(pairs(features, features), expected[0])
 
 
 class TokenLosses(eqx.Module):
@@ -239,21 +241,28 @@ def test_scores_of_tokens():
 
 @float64
 def test_a_loss_around_the_model(tmp_path):
-    model, x, _ = subject()
+    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
+    x, vector = normal(jr.key(1), (7, 3), float), normal(jr.key(3), (7,), float)
     loss = Loss(model)
     jac = np.asarray(jacobians(loss, x))
-    (metric, dense), (entries, _) = METRICS["factored"](), METRICS["diagonal"]()
-    expected = jac @ dense @ jac.T
-    plain = kernel_of(loss, metric)
-    top = dataclasses.replace(plain, block_size=4, reduce=TopK(2))(x)
-    largest = np.sort(expected, axis=1)[:, :-3:-1]
-    assert_same(top.values, jax.device_put(largest))
-    operator = KernelOperator(plain, x, block_size=4)
-    vector = normal(jr.key(3), (7,), float)
-    assert_same(operator.mv(vector), jax.device_put(expected @ np.asarray(vector)))
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    settings = {"damping": 0.1, "factored": True}
+    metric, dense = operator_of(call(model, x), True, settings)
+
+    @eqx.filter_jit
+    def results(loss, metric, x, vector):
+        plain = EmpiricalNTK(loss, metric=metric)
+        top = dataclasses.replace(plain, block_size=4, reduce=TopK(2))(x)
+        return plain, top.values, KernelOperator(plain, x, block_size=4).mv(vector)
+
+    plain, top, product = results(loss, metric, x, vector)
+    expected = jac @ np.asarray(dense) @ jac.T
+    assert_same(top, jax.device_put(np.sort(expected, axis=1)[:, :-3:-1]))
+    assert_same(product, jax.device_put(expected @ np.asarray(vector)))
     stored = dataclasses.replace(plain, block_size=4, store=tmp_path / "kernel")
     assert_same(jnp.asarray(stored(x)[:]), jax.device_put(expected))
     # What is stored belongs to its metric.
+    entries = jax.tree.map(np.ones_like, jax.device_get(parameters(loss)))
     other = dataclasses.replace(stored, metric=entries)
     with pytest.raises(ValueError, match="kernel_fn"):
         other(x)
@@ -362,9 +371,15 @@ def test_projections_are_those_of_gradients(kind):
     model, projection = kind(jr.key(0)), Projection(8, jr.key(1))
     x = subject()[1] if kind is Net else integers(jr.key(2), (7, 5), 6)
     expected = projected(projection, model, x)
-    kernel = EmpiricalNTK(model, metric=projection, trace_axes=(), block_size=3)
-    assert_same(kernel.features(x), jax.device_put(expected))
-    assert_same(kernel(x), pairs(expected, expected))
+
+    @eqx.filter_jit
+    def results(model, projection, x):
+        kernel = EmpiricalNTK(model, metric=projection, trace_axes=())
+        return kernel.features(x), dataclasses.replace(kernel, block_size=4)(x)
+
+    features, kernel = results(model, projection, x)
+    assert_same(features, jax.device_put(expected))
+    assert_same(kernel, pairs(expected, expected))
 
 
 def test_projections_are_unbiased():
@@ -412,24 +427,21 @@ def test_features_go_to_disk(tmp_path):
     x, mask = rng.normal(size=(7, 3)), rng.uniform(size=(7, 3))
     model = Noisy(normal(jr.key(0), (2, 3), float))
     metric = Projection(4, jr.key(1))
-    kernel = EmpiricalNTK(model, metric=metric, block_size=(3, 2))
+    kernel = EmpiricalNTK(model, metric=metric)
 
-    def run(rows, num=7, **settings):
-        pair = mask[:num], None
-        return kernel.features(rows, key=jr.key(2), mask=pair, power=2, **settings)
+    def run(rows, num=7, size=(3, 2), **settings):
+        pair, sized = (mask[:num], None), dataclasses.replace(kernel, block_size=size)
+        return sized.features(rows, key=jr.key(2), mask=pair, power=2, **settings)
 
-    expected = run(x)
+    expected = run(x, size=None)
     for num in (0, 1, 2, 3, 4, 7):
         found = run(x[:num], num, store="host")
         assert_same(jax.device_put(found), expected[:num])
 
     path = tmp_path / "features"
     with pytest.raises(OSError, match="a disk"):
-        run(Counted(x, fails=3), store=path)
-    assert [*path.glob("**/c/0/**/0")]
-    again = Counted(x)
-    assert eqx.tree_equal(np.asarray(run(again, store=path)), found)
-    # That of the first batch has its types, too.
-    other = dataclasses.replace(kernel, metric=Projection(4, jr.key(3)))
+        run(Counted(x, fails=6), store=path)
+    assert eqx.tree_equal(np.asarray(run(Counted(x), store=path)), found)
+    kernel = EmpiricalNTK(model, metric=Projection(4, jr.key(3)))
     with pytest.raises(ValueError, match="has another map than this one"):
-        other.features(x, key=jr.key(2), mask=(mask, None), power=2, store=path)
+        run(x, store=path)
