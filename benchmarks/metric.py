@@ -5,6 +5,8 @@ contracted with the blocks, and gradients of examples that meet preconditioned o
 """
 
 import itertools
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +17,8 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from eqxbatch import EmpiricalNTK, filter_kfac
-from .harness import Bar, bars_of, Case, measure, OURS, results
+from eqxbatch import EmpiricalNTK, filter_kfac, Projection
+from .harness import Bar, bars_of, Case, judges_times, measure, OURS, results
 
 
 NAME = "metric"
@@ -238,6 +240,59 @@ def outputs(num: int, outputs: int, width: int) -> tuple[str, list[Bar]]:
     ]
 
 
+def features(num: int, width: int, rounds: int) -> tuple[str, list[Bar]]:
+    """Projected gradients to disk, and what else passes over the same examples."""
+    model, *_ = dense_layers(width)
+    size, dim = min(num // 4, 1_000), 256
+    x = np.random.default_rng(0).normal(size=(num, 64)).astype("float32")
+    pairs = x, np.arange(num, dtype="int32") % 10
+    projection = Projection(dim, KEY)
+    kernel = EmpiricalNTK(Loss(model), metric=projection, block_size=size)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    @jax.jit
+    def gradient(arrays: Any, pairs: Any) -> Any:
+        loss = lambda arrays, batch: jnp.mean(
+            jax.vmap(Loss(eqx.combine(arrays, static)))(batch)
+        )
+        add = lambda total, batch: jax.tree.map(
+            jnp.add, total, jax.grad(loss)(arrays, batch)
+        )
+        batches = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), pairs)
+        zeros = jax.tree.map(jnp.zeros_like, arrays)
+        return jax.lax.scan(lambda *args: (add(*args), None), zeros, batches)[0]
+
+    with tempfile.TemporaryDirectory() as folder:
+        numbers = itertools.count()
+        ways = {
+            OURS: lambda: kernel.features(pairs, store=f"{folder}/{next(numbers)}"),
+            "in memory": lambda: kernel.features(pairs),
+            "an accumulated gradient": lambda: gradient(arrays, pairs),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds + 1):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                jax.block_until_ready(way())
+                times[name].append(time.perf_counter() - start)
+    # The first round compiles.
+    ratio = {
+        name: statistics.median(
+            ours / theirs
+            for ours, theirs in zip(times[OURS][1:], other[1:], strict=True)
+        )
+        for name, other in times.items()
+    }
+    more = (
+        f"Projections of the gradients of {num:,} examples to {dim} numbers, written "
+        f"to disk, take {ratio['in memory']:.2f} times as long as in memory, and "
+        f"{ratio['an accumulated gradient']:.2f} times as long as an accumulated "
+        f"gradient by hand."
+    )
+    name = f"features of {num} examples to disk: time, of those in memory"
+    return more, [Bar(name, ratio["in memory"], 1.5, is_time=True)]
+
+
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the table for the docs, and the bars."""
     cases = [
@@ -254,4 +309,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
         bars += bars_of(one, rows)
     more, of_outputs = outputs(2, 64, 32) if quick else outputs(100, 3_100, 256)
     bars += of_outputs
+    if judges_times():
+        text, to_disk = features(64, 32, 1) if quick else features(10_000, 512, 7)
+        more, bars = f"{more}\n\n{text}", bars + to_disk
     return *results(measured, bars, more), bars

@@ -93,6 +93,13 @@ BREAKAGES = [
         "tests/batch/test_stream.py -k disk",
     ),
     Breakage(
+        "weights that come with the batches are ignored",
+        "_batch/stream.py",
+        "return dataclasses.replace(accumulator, weights=weights)",
+        "return accumulator",
+        "tests/batch/test_stream.py -k 'weights and mask'",
+    ),
+    Breakage(
         "equal extremes of one block count once",
         "_batch/accumulators.py",
         "count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)",
@@ -500,6 +507,27 @@ BREAKAGES = [
         "** 2 * (num * (num - 1.0))",
         "** 2 * (num * (num - 0.0))",
         "tests/ntk -k previous",
+    ),
+    Breakage(
+        "both sides of a kernel are multiplied by the whole metric",
+        "_ntk/metric.py",
+        "for times in (2 * is_first, 2 * (not is_first))",
+        "for times in (2, 2)",
+        "tests/ntk/test_metric.py -k roles",
+    ),
+    Breakage(
+        "a metric may have negative entries",
+        "_ntk/metric.py",
+        "~jnp.all((wide >= 0) & jnp.isfinite(wide))",
+        "~jnp.all(jnp.isfinite(wide))",
+        "tests/wrong_calls -k EmpiricalNTK",
+    ),
+    Breakage(
+        "stored features have the mask of another batch",
+        "_ntk/empirical.py",
+        "{name: (rows, None) for name, rows in kwargs.items()}",
+        "{name: (rows[::-1], None) for name, rows in kwargs.items()}",
+        "tests/ntk/test_metric.py -k disk",
     ),
     # Kronecker factors.
     Breakage(

@@ -233,3 +233,17 @@ rows_only.defvjp(
     lambda x: (forwards_only(x), x),
     lambda x, g: (_looped(jnp.zeros_like(x), lambda total: total + g * jnp.cos(x)),),
 )
+
+
+class Counted:
+    """Rows on disk that count how often they are read, and may fail."""
+
+    def __init__(self, rows, fails=None):
+        self.rows, self.fails, self.read = rows, fails, []
+        self.shape = rows.shape
+
+    def __getitem__(self, index):
+        if index.start == self.fails:
+            raise OSError("a disk")
+        self.read.append(index.start)
+        return self.rows[index]

@@ -75,7 +75,7 @@ def _as_store(store: Store | None) -> AbstractStore | None:
     if made == "device":
         raise ValueError(
             "`store` must be 'host', a path on disk, or a store; got 'device'. Leave "
-            "it out to join rows in host memory."
+            "it out to keep all rows in memory."
         )
     return made
 
@@ -365,8 +365,6 @@ class OverBatches(AbstractTransform):
                 "or the like. Call it outside of them."
             )
         batches = _Slices(examples, self.batch_size)
-        if len(batches) == 0:
-            raise ValueError("`batches` must have examples to store; got 0 rows.")
         batch = self._moved(batches[0])
         state = self.init(*leading, batch)
         result = self._finished(state, leading)
@@ -517,7 +515,7 @@ def _fetched(rows: list[Array]) -> list[Any]:
 
 
 class _Slices(Sequence):
-    """The rows of all examples, so many at a time."""
+    """The rows of all examples, so many at a time; one batch if there are none."""
 
     def __init__(self, examples: PyTree, size: int):
         self._leaves, self._treedef = jtu.tree_flatten(examples)
@@ -531,7 +529,7 @@ class _Slices(Sequence):
             check_equal("The number of rows of each array", x.shape[0], self.total)
 
     def __len__(self) -> int:
-        return -(-self.total // self._size)
+        return max(1, -(-self.total // self._size))
 
     def __getitem__(self, index: Any) -> PyTree:
         if index >= len(self):

@@ -588,6 +588,11 @@ def _is_single(key: AnyArray) -> bool:
     return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
 
 
+def each_key(key: Any, total: int) -> Any:
+    """The keys of all examples."""
+    return jr.split(key, total) if key is not None and _is_single(key) else key
+
+
 class Side(eqx.Module):
     """The examples of one side, and how to call a model with one of them.
 
@@ -616,8 +621,8 @@ class Side(eqx.Module):
         name = _CALLS[self.is_second]
         try:
             if key is not None:
-                if self.in_axes is not None and _is_single(key):
-                    key = jr.split(key, split_batch(name, (axes,), (x,), {}).total())
+                if self.in_axes is not None:
+                    key = each_key(key, split_batch(name, (axes,), (x,), {}).total())
                 kwargs, kwargs_axes = {**kwargs, "key": key}, {**kwargs_axes, "key": 0}
             batch = split_batch(name, (axes, kwargs_axes), (x, kwargs), {})
             batch.total()

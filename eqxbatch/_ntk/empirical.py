@@ -16,14 +16,18 @@ from .._base.checks import AnyArray, check_at_least, checked
 from .._base.mesh import gathered, within_mesh
 from .._base.platforms import compiled
 from .._base.trees import import_extra
+from .._batch.accumulators import Concat
 from .._batch.batch import MemoryBudget, resolve_size
 from .._batch.derivative import Selection
+from .._batch.store import Store
+from .._batch.stream import over_batches
 from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.engine import on_device
 from .._kernels.kernel import (
     AbstractKernelFunction,
     as_array,
     CalledKernel,
+    each_key,
     KEY_REMEDY,
     Keys,
     leaves_at,
@@ -33,6 +37,7 @@ from .._kernels.kernel import (
     Sizes,
     sizes_of,
 )
+from .._maps.micro_vmap import filter_microbatch
 from .metric import metric_of
 from .pairings import choose_pairing, features, ModelKernel, pairing_of_all
 from .traced_model import (
@@ -439,15 +444,22 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         return _in_one_program(self, model, eqx.Partial(kernel_product, v))
 
     def features(
-        self, x: _Inputs, *, key: Keys = None, **kwargs: Any
-    ) -> PyTree[Inexact[Array, "n ..."]]:
+        self, x: PyTree, *, key: Keys = None, store: Store | None = None, **kwargs: Any
+    ) -> Any:
         """The gradients of the outputs of each example, in coordinates of the `metric`.
 
         The product of those of two examples, along the last axis, is the untraced
         kernel: of shape `(n, dim)` for a scalar model and a [`eqxbatch.Projection`][],
         and `(n, *output, dim)` for others. Later kernels are one product, such as
-        `features(x1) @ features(x2).T`. Raises `ValueError` without a `metric`, for
-        complex outputs, and with `in_axes=None`.
+        `features(x1) @ features(x2).T`.
+
+        With a `store`, they are written as [`eqxbatch.over_batches`][] does it: to a
+        path on disk, from where a run that was stopped is resumed, or to `"host"`.
+        `block_size` examples are read, computed and stored at a time, along axis 0 of
+        arrays, or of what is indexed like them, such as `numpy.memmap`.
+
+        Raises `ValueError` without a `metric`, for complex outputs, with
+        `in_axes=None`, and for a `store` without a number of rows as `block_size`.
         """
         if self.metric is None:
             raise ValueError(
@@ -455,6 +467,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
                 "parameters without one. Pass `metric=eqxbatch.Projection(dim, key)`."
             )
         self.check_is_batched()
+        if store is not None:
+            return _stored_features(self, store, (x, None, key, kwargs))
         model = _model_of(self, "ntk", (x, None, key, kwargs))
         return _in_one_program(self, model, features)
 
@@ -474,6 +488,38 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         structs = eqx.filter_eval_shape(run)
         tags = lineax.positive_semidefinite_tag if len(model.sides) == 1 else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
+
+
+def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any:
+    sizes, axes = sizes_of(ntk.block_size), (ntk.in_axes, ntk.kwargs_axes)
+    size = None if isinstance(sizes, MemoryBudget) else sizes[0]
+    if size is None or any(jtu.tree_leaves(axes)):
+        raise ValueError(
+            "`features` with a `store` needs a `block_size`, the number of rows that "
+            "are read and stored together, and examples along axis 0; got "
+            f"`block_size={ntk.block_size}`, and the axes {axes}."
+        )
+    sides, shared = make_sides(*examples, *axes)
+    side = sides[0]
+    shapes: list[Any] = [getattr(x, "shape", ()) for x in jtu.tree_leaves(side.x)]
+    # What has no rows raises as it does without a store.
+    total = shapes[0][0] if shapes and all(shapes) else side.rows.total
+    batches = side.x, each_key(side.key, total), side.kwargs
+    rows = filter_microbatch(
+        _features_of_rows,
+        in_axes=(None, None, 0, 0, 0),
+        microbatch_size=size,
+        accumulator=Concat(),
+    )
+    to_store = over_batches(rows, batch_size=size, store=store, progress=ntk.progress)
+    return to_store(ntk, shared, batches)
+
+
+def _features_of_rows(
+    ntk: EmpiricalNTK, shared: dict[str, Any], x: PyTree, key: Any, kwargs: dict
+) -> Any:
+    pairs: dict[str, Any] = {name: (rows, None) for name, rows in kwargs.items()}
+    return ntk.features(x, key=key, **shared, **pairs)
 
 
 @checked_constructor

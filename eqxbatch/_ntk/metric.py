@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jaxtyping import Array, Inexact, Key, PyTree, UInt32
+from jaxtyping import Array, Inexact, Integer, Key, PyTree, UInt32
 
 from .._base.checks import as_jax, check_at_least, check_fields
 from .._base.dtypes import common_dtype, widened
@@ -185,7 +185,13 @@ class Projection(eqx.Module):
         keys = jr.split(jr.fold_in(self.key, leaf), 2)
         dtype = widened(jnp.zeros((), struct.dtype)).dtype
         pairs = zip(keys, sizes, strict=False)
-        return [jr.rademacher(key, (size, self.dim), dtype) for key, size in pairs]
+        return [self._random_signs(key, size).astype(dtype) for key, size in pairs]
+
+    def _random_signs(self, key: Array, size: int) -> Integer[Array, "size dim"]:
+        # One for each random bit, as every batch of examples draws them again.
+        numbers = jr.bits(key, (size, -(-self.dim // 8)), jnp.uint8)
+        bits = jnp.unpackbits(numbers, axis=1, count=self.dim)
+        return 2 * bits.astype(jnp.int8) - 1
 
     def coordinates(self, gradients: list[Array]) -> Inexact[Array, " dim"]:
         """The coordinates of the gradients for one output."""

@@ -21,7 +21,7 @@ from eqxbatch import (
     Projection,
     TopK,
 )
-from ..helpers import assert_same, drawn, integers, normal, variants
+from ..helpers import assert_same, Counted, drawn, integers, normal, variants
 from .models import float64, jacobians, pairs
 
 
@@ -54,7 +54,7 @@ class Net(eqx.Module):
 
 
 class Loss(eqx.Module):
-    model: Net
+    model: eqx.Module
 
     def __call__(self, x):
         return jnp.sum(jnp.cosh(self.model(x)))
@@ -142,12 +142,13 @@ def test_is_the_dense_product(kind):
     other, vector = np.asarray(x)[:3], normal(jr.key(2), (3, OUTPUTS), float)
 
     def results(model, metric, x, other, vector):
-        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric, block_size=3)
-        yield kernel(x, other)
+        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric)
+        yield dataclasses.replace(kernel, block_size=3)(x, other)
         yield kernel.diagonal(x)
         if kind in WITH_PRODUCTS:
-            yield EmpiricalKernel(model, metric=metric, method="sites")(x).ntk
             yield kernel.untraced_matvec(x, other, vector)
+        if kind == "factored":
+            yield EmpiricalKernel(model, metric=metric, method="sites")(x).ntk
 
     run = eqx.filter_jit(lambda *args: [*results(*args)])
     blocks, diagonal, *products = run(model, metric, x, other, vector)
@@ -156,11 +157,12 @@ def test_is_the_dense_product(kind):
     assert_same(diagonal, pairs(right, jac, (), (0,)))
     if kind not in WITH_PRODUCTS:
         return
-    traced, product = products
-    assert_same(traced, pairs(right, jac, (-1,)))
-    assert (np.asarray(traced) == np.asarray(traced).T).all()
+    product, *traced = products
     expected = np.einsum("aip,bjp,bj->ai", right, jac[:3], np.asarray(vector))
     assert_same(product, jax.device_put(expected))
+    for kernel in traced:
+        assert_same(kernel, pairs(right, jac, (-1,)))
+        assert (np.asarray(kernel) == np.asarray(kernel).T).all()
 
 
 @float64
@@ -192,25 +194,34 @@ class Lookup(eqx.Module):
         return jnp.sum(self.tied @ jnp.tanh(self.tied.T @ hidden), 1)
 
 
+@functools.cache
+def of_lookup():
+    model, x = Lookup(jr.key(0)), integers(jr.key(2), (7, 5), 8)
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    settings = {"damping": 0.1, "relative": True, "factored": True}
+    metric, dense = operator_of(call(model, x), True, settings)
+    return model, x, metric, np.asarray(dense)
+
+
 @float64
 def test_tokens_and_both_roles_of_a_weight_keep_factors():
     # The smaller side is multiplied by the whole metric.
-    model, x = Lookup(jr.key(0)), integers(jr.key(2), (7, 5), 8)
+    model, x, metric, weights = of_lookup()
     jac = np.asarray(jacobians(model, x))
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**4))
-    metric = call(model, x).operator(damping=0.1, factored=True).inverse()
-    kernel = kernel_of(model, metric, trace_axes=(), block_size=3)
-    assert all(part.is_factored for part in kernel.metric.parts)
-    right = jac @ np.asarray(eqx.filter_jit(metric.as_matrix)())
     first = jax.device_put(np.asarray(x)[:2])
-    for left, other, expected in (
-        (x, None, pairs(right, jac)),
-        (x, first, pairs(right, jac[:2])),
-        (first, x, pairs(right[:2], jac)),
-    ):
-        assert_same(kernel(left, other), expected)
-    features = np.asarray(kernel.features(x))
-    assert_same(pairs(features, features), pairs(right, jac))
+
+    @eqx.filter_jit
+    def results(model, metric, x, first):
+        kernel = EmpiricalNTK(model, trace_axes=(), metric=metric)
+        assert all(part.is_factored for part in kernel.metric.parts)
+        kernels = kernel(x), kernel(x, first), kernel(first, x)
+        return kernels, kernel.features(x)
+
+    found, features = jax.device_get(results(model, metric, x, first))
+    right = jac @ weights
+    expected = pairs(right, jac), pairs(right, jac[:2]), pairs(right[:2], jac)
+    assert_same(jax.device_put(found), expected)
+    assert_same(pairs(features, features), expected[0])
 
 
 class TokenLosses(eqx.Module):
@@ -224,36 +235,39 @@ class TokenLosses(eqx.Module):
 @float64
 def test_scores_of_tokens():
     # Between texts of different lengths, with the metric of the model.
-    model = Lookup(jr.key(0))
+    model, _, metric, weights = of_lookup()
     texts = [integers(jr.key(i), (3, num), 6) for i, num in ((2, 5), (3, 2))]
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
-    metric = call(model, texts[0]).operator(damping=0.1, relative=True, factored=True)
-    metric = metric.inverse()
     losses = TokenLosses(model)
     first, second = (np.asarray(jacobians(losses, x)) for x in texts)
     kernel = kernel_of(losses, metric, trace_axes=(), block_size=2)
-    weights = np.asarray(eqx.filter_jit(metric.as_matrix)())
     expected = np.einsum("asp,pq,btq->abst", first, weights, second)
     assert_same(kernel(*texts), jax.device_put(expected))
 
 
 @float64
 def test_a_loss_around_the_model(tmp_path):
-    model, x, _ = subject()
+    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
+    x, vector = normal(jr.key(1), (7, 3), float), normal(jr.key(3), (7,), float)
     loss = Loss(model)
     jac = np.asarray(jacobians(loss, x))
-    (metric, dense), (entries, _) = METRICS["factored"](), METRICS["diagonal"]()
-    expected = jac @ dense @ jac.T
-    plain = kernel_of(loss, metric)
-    top = dataclasses.replace(plain, block_size=4, reduce=TopK(2))(x)
-    largest = np.sort(expected, axis=1)[:, :-3:-1]
-    assert_same(top.values, jax.device_put(largest))
-    operator = KernelOperator(plain, x, block_size=4)
-    vector = normal(jr.key(3), (7,), float)
-    assert_same(operator.mv(vector), jax.device_put(expected @ np.asarray(vector)))
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    settings = {"damping": 0.1, "factored": True}
+    metric, dense = operator_of(call(model, x), True, settings)
+
+    @eqx.filter_jit
+    def results(loss, metric, x, vector):
+        plain = EmpiricalNTK(loss, metric=metric)
+        top = dataclasses.replace(plain, block_size=4, reduce=TopK(2))(x)
+        return plain, top.values, KernelOperator(plain, x, block_size=4).mv(vector)
+
+    plain, top, product = results(loss, metric, x, vector)
+    expected = jac @ np.asarray(dense) @ jac.T
+    assert_same(top, jax.device_put(np.sort(expected, axis=1)[:, :-3:-1]))
+    assert_same(product, jax.device_put(expected @ np.asarray(vector)))
     stored = dataclasses.replace(plain, block_size=4, store=tmp_path / "kernel")
     assert_same(jnp.asarray(stored(x)[:]), jax.device_put(expected))
     # What is stored belongs to its metric.
+    entries = jax.tree.map(np.ones_like, jax.device_get(parameters(loss)))
     other = dataclasses.replace(stored, metric=entries)
     with pytest.raises(ValueError, match="kernel_fn"):
         other(x)
@@ -307,52 +321,12 @@ def test_two_negative_factors_have_a_positive_product():
     assert_same(kernel(x), expected)
 
 
-def test_wrong_metrics():
-    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
-    make = functools.partial(EmpiricalNTK, model)
-    ones = jax.tree.map(np.ones_like, jax.device_get(parameters(model)))
-    with pytest.raises(ValueError, match=r"like the parameters.*of the same model"):
-        make(metric={"weight": np.ones((2, 3), "float32")})
-    with pytest.raises(ValueError, match=r"first difference is at `\.bias`"):
-        make(metric=eqx.tree_at(lambda x: x.bias, ones, np.ones(3, "float32")))
-    other = drawn(eqx.nn.Linear, 3, 4, key=jr.key(0))
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
-    of_other = call(other, np.ones((2, 3), "float32"))
-    with pytest.raises(ValueError, match=r"at `\.weight`: .*\(2, 3\).*\(4, 3\)"):
-        make(metric=of_other.operator(damping=0.1))
-    with pytest.raises(ValueError, match=r"`factors\.operator\(damping=\.\.\.\)`"):
-        make(metric=of_other)
-    for waves in (jax.tree.map(lambda x: x + 0j, ones), np.eye(8) + 0j):
-        with pytest.raises(ValueError, match="must be real, but it has complex"):
-            make(metric=waves)
-    for wrong in (-1, np.nan, np.inf):
-        entries = np.array([1, wrong], "float32")
-        with pytest.raises(ValueError, match=r"non-negative and finite. See `\.bias`"):
-            make(metric=eqx.tree_at(lambda x: x.bias, ones, entries))
-    eye = np.eye(8, dtype="float32")
-    with pytest.raises(
-        ValueError, match=r"positive definite.*multiple of the identity"
-    ):
-        make(metric=np.ones_like(eye))
-    with pytest.raises(
-        ValueError, match=r"positive definite.*multiple of the identity"
-    ):
-        make(metric=-eye)
-    with pytest.raises(ValueError, match="symmetric, without NaN"):
-        make(metric=np.triu(np.ones_like(eye)))
+def test_traced_metrics_that_are_wrong_give_nan():
     # Values that are traced cannot raise.
-    of_traced = eqx.filter_jit(lambda metric, x: make(metric=metric)(x))
-    wrong = np.triu(np.ones_like(eye)) + 8 * eye
-    assert np.isnan(of_traced(wrong, np.ones((2, 3), "float32"))).all()
-    wide = eqx.nn.Linear(8199, 1, key=jr.key(0))
-    structs = jax.eval_shape(lambda: parameters(wide))
-    with pytest.raises(ValueError, match=r"8192 rows at most.*got 8200"):
-        EmpiricalNTK(wide, metric=lineax.IdentityLinearOperator(structs))
-    waves = eqx.Partial(jnp.multiply, jax.device_put(np.ones(2, "complex64")))
-    with pytest.raises(ValueError, match="real parameters, but some are complex"):
-        EmpiricalNTK(waves, metric=np.eye(2, dtype="float32"))
-    with pytest.raises(ValueError, match=r"no `metric`.*'auto' or 'sites'"):
-        make(metric=ones, method="ntk_vector_products")
+    model = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
+    run = lambda metric, x: EmpiricalNTK(model, metric=metric)(x)
+    wrong = np.triu(np.ones((8, 8), "float32")) + 8 * np.eye(8, dtype="float32")
+    assert np.isnan(eqx.filter_jit(run)(wrong, np.ones((2, 3), "float32"))).all()
 
 
 class Tokens(eqx.Module):
@@ -402,9 +376,15 @@ def test_projections_are_those_of_gradients(kind):
     model, projection = kind(jr.key(0)), Projection(8, jr.key(1))
     x = subject()[1] if kind is Net else integers(jr.key(2), (7, 5), 6)
     expected = projected(projection, model, x)
-    kernel = EmpiricalNTK(model, metric=projection, trace_axes=(), block_size=3)
-    assert_same(kernel.features(x), jax.device_put(expected))
-    assert_same(kernel(x), pairs(expected, expected))
+
+    @eqx.filter_jit
+    def results(model, projection, x):
+        kernel = EmpiricalNTK(model, metric=projection, trace_axes=())
+        return kernel.features(x), dataclasses.replace(kernel, block_size=4)(x)
+
+    features, kernel = results(model, projection, x)
+    assert_same(features, jax.device_put(expected))
+    assert_same(kernel, pairs(expected, expected))
 
 
 def test_projections_are_unbiased():
@@ -436,11 +416,37 @@ def test_projections_are_unbiased():
     assert 0.8 < estimates.std() / deviation < 1.2
 
 
-def test_wrong_features():
-    model, x = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0)), np.ones((4, 3), "float32")
-    with pytest.raises(ValueError, match="`features` needs a `metric`"):
-        EmpiricalNTK(model).features(x)
-    sketch = Projection(4, jr.key(0))
-    waves = eqx.Partial(lambda model, x: jax.lax.complex(model(x), x[:2]), model)
-    with pytest.raises(ValueError, match="coordinates of real gradients"):
-        EmpiricalNTK(waves, metric=sketch).features(x)
+class Noisy(eqx.Module):
+    """Each example has a key and a mask."""
+
+    weight: jax.Array
+
+    def __call__(self, x, *, key, mask, power):
+        noise = (jr.key_data(key)[:1] % 7).astype(x.dtype)
+        return jnp.tanh(self.weight @ (x * mask + noise)) ** power
+
+
+@float64
+def test_features_go_to_disk(tmp_path):
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(size=(7, 3)), rng.uniform(size=(7, 3))
+    model = Noisy(normal(jr.key(0), (2, 3), float))
+    metric = Projection(4, jr.key(1))
+    kernel = EmpiricalNTK(model, metric=metric)
+
+    def run(rows, num=7, size=(3, 2), **settings):
+        pair, sized = (mask[:num], None), dataclasses.replace(kernel, block_size=size)
+        return sized.features(rows, key=jr.key(2), mask=pair, power=2, **settings)
+
+    expected = run(x, size=None)
+    for num in (0, 1, 2, 3, 4, 7):
+        found = run(x[:num], num, store="host")
+        assert_same(jax.device_put(found), expected[:num])
+
+    path = tmp_path / "features"
+    with pytest.raises(OSError, match="a disk"):
+        run(Counted(x, fails=6), store=path)
+    assert eqx.tree_equal(np.asarray(run(Counted(x), store=path)), found)
+    kernel = EmpiricalNTK(model, metric=Projection(4, jr.key(3)))
+    with pytest.raises(ValueError, match="has another map than this one"):
+        run(x, store=path)

@@ -6,6 +6,7 @@ import tempfile
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -27,6 +28,33 @@ scalar = drawn(eqx.nn.MLP, 2, "scalar", 4, 1, key=key)
 layer = drawn(eqx.nn.Linear, 2, 3, key=key)
 struct = jax.ShapeDtypeStruct((5, 3), jnp.float32)
 block = eqxbatch.Block(0, 0, 2, False, 1)
+
+
+sketch = eqxbatch.Projection(4, key)
+features = ntk(metric=sketch, block_size=2).features
+
+
+# Metrics of `layer`, which has 9 parameters.
+def in_metric(metric, **settings):
+    return eqxbatch.EmpiricalNTK(layer, metric=metric, **settings)
+
+
+def diagonal(bias=(1.0, 1, 1)):
+    ones = jax.tree.map(np.ones_like, jax.device_get(layer))
+    return eqx.tree_at(lambda x: x.bias, ones, np.array(bias, "float32"))
+
+
+def curvature(width):
+    other = drawn(eqx.nn.Linear, 2, width, key=key)
+    call = eqxbatch.filter_kfac(lambda m, x: m(x), lambda out, x: jnp.sum(out**2))
+    return call(other, x)
+
+
+def too_large():
+    wide = eqx.nn.Linear(8199, 1, key=key)
+    structs = jax.eval_shape(lambda: eqx.filter(wide, eqx.is_inexact_array))
+    metric = lineax.IdentityLinearOperator(structs)
+    return eqxbatch.EmpiricalNTK(wide, metric=metric)
 
 
 def reduced(reduce, block_size=2):
@@ -451,6 +479,133 @@ MODELS = [
         lambda: ntk(block_size=0),
         ValueError,
         "`block_size` must be at least 1",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: in_metric({"weight": np.ones((3, 2), "float32")}),
+        ValueError,
+        "like the parameters.*of the same model",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: in_metric(diagonal((1.0, 1))),
+        ValueError,
+        r"first difference is at `\.bias`",
+    ),
+    Case(
+        "KroneckerOperator",
+        lambda: in_metric(curvature(4).operator(damping=0.1)),
+        ValueError,
+        r"at `\.weight`: .*\(3, 2\).*\(4, 2\)",
+    ),
+    Case(
+        "KroneckerFactors",
+        lambda: in_metric(curvature(3)),
+        ValueError,
+        r"`factors\.operator\(damping=\.\.\.\)`",
+    ),
+    *(
+        Case(
+            "EmpiricalNTK",
+            lambda metric=metric: in_metric(metric),
+            ValueError,
+            "must be real, but it has complex",
+        )
+        for metric in (jax.tree.map(np.complex64, diagonal()), np.eye(9) + 0j)
+    ),
+    *(
+        Case(
+            "EmpiricalNTK",
+            lambda entry=entry: in_metric(diagonal((1, entry, 1))),
+            ValueError,
+            r"non-negative and finite. See `\.bias`",
+        )
+        for entry in (-1, np.nan, np.inf)
+    ),
+    *(
+        Case(
+            "EmpiricalNTK",
+            lambda metric=metric: in_metric(metric.astype("float32")),
+            ValueError,
+            "positive definite.*multiple of the identity",
+        )
+        for metric in (np.ones((9, 9)), -np.eye(9))
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: in_metric(np.triu(np.ones((9, 9), "float32"))),
+        ValueError,
+        "symmetric, without NaN",
+    ),
+    Case("EmpiricalNTK", too_large, ValueError, "8192 rows at most.*got 8200"),
+    Case(
+        "EmpiricalNTK",
+        lambda: eqxbatch.EmpiricalNTK(
+            eqx.Partial(jnp.multiply, w.astype(complex)),
+            metric=np.eye(2, dtype="float32"),
+        ),
+        ValueError,
+        "real parameters, but some are complex",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: in_metric(diagonal(), method="ntk_vector_products"),
+        ValueError,
+        "no `metric`.*'auto' or 'sites'",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: ntk().features(x),
+        ValueError,
+        "`features` needs a `metric`",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: eqxbatch.EmpiricalNTK(
+            eqx.Partial(lambda m, x: jax.lax.complex(m(x), m(x)), layer), metric=sketch
+        ).features(x),
+        ValueError,
+        "coordinates of real gradients",
+    ),
+    *(
+        Case(
+            "EmpiricalNTK",
+            lambda settings=settings: ntk(metric=sketch, **settings).features(
+                x, store="host"
+            ),
+            ValueError,
+            "with a `store` needs a `block_size`, .* and examples along axis 0; got",
+        )
+        for settings in (
+            {},
+            {"block_size": "1MB"},
+            {"block_size": 2, "in_axes": 1},
+            {"block_size": 2, "kwargs_axes": {"mask": 1}},
+        )
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: features(x, store="device"),
+        ValueError,
+        "`store` must be 'host', a path on disk, or a store; got 'device'",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: features([[1.0, 2.0]], store="host"),
+        ValueError,
+        r"`x1.*it is a float, not an array\. Make an array of it",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: features(x, store="host", mask=(x[:3], None)),
+        ValueError,
+        "The number of rows of each array must be 5; got 3",
+    ),
+    Case(
+        "EmpiricalNTK",
+        lambda: jax.jit(lambda x: features(x, store="host"))(x),
+        TypeError,
+        "Rows are stored by a loop in Python, which cannot be within `jax.jit`",
     ),
     Case(
         "EmpiricalNNGP",

@@ -440,12 +440,6 @@ STREAMS = [
     ),
     Case(
         "over_batches",
-        lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="host")(x[:0]),
-        ValueError,
-        "`batches` must have examples to store; got 0 rows",
-    ),
-    Case(
-        "over_batches",
         lambda: eqxbatch.over_batches(vmap(in_axes=1), batch_size=2)(x),
         ValueError,
         "`batch_size` reads rows along axis 0, so that all batch axes must be 0; got",
