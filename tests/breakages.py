@@ -474,6 +474,20 @@ BREAKAGES = [
         "tests/kernels -k upper_only",
     ),
     Breakage(
+        "rows on disk that have changed are not noticed",
+        "_kernels/on_host.py",
+        'return " ".join(self.digests[key] for key in keys)',
+        'return ""',
+        "tests/kernels/test_stored_examples.py -k resumed",
+    ),
+    Breakage(
+        "rows of a panel on disk are read again for each column",
+        "_kernels/on_host.py",
+        "(x[0], x[1] // self._height) != panel",
+        "(x[0], x[1] // self._height) == panel",
+        "tests/kernels/test_stored_examples.py -k panel",
+    ),
+    Breakage(
         "the fingerprint ignores the second side",
         "_kernels/kernel.py",
         "inputs = self.sides, self.args, self.shared",

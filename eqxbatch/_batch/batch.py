@@ -23,6 +23,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
@@ -38,7 +39,7 @@ from .._base.checks import (
     match_prefix,
     NUMBERS,
 )
-from .._base.jaxprs import axis_names
+from .._base.jaxprs import axis_names, is_struct
 from .._base.mesh import (
     examples_spec,
     explicit_mesh,
@@ -57,6 +58,26 @@ from .._base.trees import described, log, safe_zip
 
 def is_state(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
+
+
+def is_stored(x: Any) -> bool:
+    """Whether an array is not in memory: it has a shape, and is read by slices."""
+    is_in_memory = eqx.is_array(x) and not isinstance(x, np.memmap)
+    return not is_in_memory and hasattr(x, "__getitem__") and has_rows(x)
+
+
+def has_rows(x: Any) -> bool:
+    """Whether this is an array of any library, with at least one axis."""
+    return bool(getattr(x, "shape", ()))
+
+
+def read_rows(x: Any, rows: slice) -> Any:
+    """Some rows of an array, in memory."""
+    if isinstance(x, jax.Array):
+        return x[rows]
+    x = np.asarray(x[rows])
+    # JAX has no arrays of the other byte order.
+    return x.astype(x.dtype.newbyteorder("="), copy=False)
 
 
 def broadcast_axes(
@@ -848,18 +869,22 @@ class CompiledBytes(NamedTuple):
 
 
 def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBytes:
-    """The temporaries and outputs of the compiled `fun(operands)`, which is not run."""
+    """The temporaries and outputs of the compiled `fun(operands)`, which is not run.
+
+    Arrays of `fun` are arguments, too, and there can be structs in place of arrays.
+    """
+    is_array = lambda x: eqx.is_array(x) or is_struct(x)
+    operands = (fun, operands)
     # The constants of a jaxpr are what `fun` closes over. Inside another transformation
     # they can be tracers; only their types matter here.
-    leaves = jtu.tree_leaves(eqx.filter(operands, eqx.is_array))
-    trace = eqx.filter_make_jaxpr(lambda operands: fun(operands))
+    leaves = jtu.tree_leaves(eqx.filter(operands, is_array))
+    trace = eqx.filter_make_jaxpr(lambda operands: operands[0](operands[1]))
     is_manual = bool(manual_axes())
     if is_manual or explicit_mesh(leaves) is not None:
         closed, *_ = trace(operands)
     else:
         with outside_of_mesh():
             struct = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-            is_array = eqx.is_array
             types = jtu.tree_map(lambda x: struct(x) if is_array(x) else x, operands)
             closed, *_ = trace(types)
     num = len(closed.consts)

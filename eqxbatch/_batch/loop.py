@@ -891,12 +891,21 @@ def _as_weak(x: Array) -> Array:
 class Rows(eqx.Module):
     """The arrays of some examples, and the batch axis of each.
 
-    The axis is None for an array that all examples share.
+    The axis is None for an array that all examples share. Arrays without rows stand for
+    those whose rows are read in blocks.
     """
 
     arrays: list
     axes: tuple[Any, ...] = eqx.field(static=True)
     total: int = eqx.field(static=True)
+
+    @property
+    def are_stored(self) -> bool:
+        """Whether these are not in memory."""
+        pairs = safe_zip(self.arrays, self.axes)
+        return any(
+            axis is not None and x.shape[axis] != self.total for x, axis in pairs
+        )
 
     def at(self, start: Any, size: int) -> "Rows":
         """A number of rows, starting at a given one."""

@@ -26,7 +26,7 @@ from .._base.mesh import is_explicit, names_of
 from .._base.platforms import compiled
 from .._base.trees import described, difference, shown
 from .accumulators import AbstractAccumulator, AbstractTotal, Concat
-from .batch import resolved
+from .batch import has_rows, read_rows, resolved
 from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
 from .progress import AbstractProgressMeter, as_meter, metered
 from .store import (
@@ -519,7 +519,7 @@ class _Slices(Sequence):
 
     def __init__(self, examples: PyTree, size: int):
         self._leaves, self._treedef = jtu.tree_flatten(examples)
-        others = [x for x in self._leaves if not getattr(x, "shape", ())]
+        others = [x for x in self._leaves if not has_rows(x)]
         if others or not self._leaves:
             got = described([*others, examples][0])
             message = "`batches` must be arrays of rows, because `batch_size` is given"
@@ -535,8 +535,7 @@ class _Slices(Sequence):
         if index >= len(self):
             raise IndexError(index)
         rows = slice(index * self._size, (index + 1) * self._size)
-        cut = lambda x: x[rows] if isinstance(x, jax.Array) else np.asarray(x[rows])
-        return self._treedef.unflatten([*map(cut, self._leaves)])
+        return self._treedef.unflatten([read_rows(x, rows) for x in self._leaves])
 
 
 def _written(

@@ -11,8 +11,9 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._base.checks import check_exclusive
-from .._base.mesh import gathered, within_mesh
+from .._base.checks import check_at_least, check_exclusive
+from .._base.dtypes import num_bytes
+from .._base.mesh import explicit_mesh, gathered, within_mesh
 from .._base.platforms import compiled
 from .._batch.batch import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
@@ -27,13 +28,14 @@ from .kernel import (
     BlockSize,
     CalledKernel,
     check_block_size,
+    detached,
     make_sides,
     on_mesh_of_results,
     room_of,
     SHARE,
     sizes_of,
 )
-from .on_host import tile_program, to_store, with_progress
+from .on_host import check_concrete, in_turn, tile_program, to_store
 
 
 _X1 = TypeVar("_X1", bound=Any)
@@ -199,7 +201,10 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
     as `kernel_fn`, with arrays of shape `(n1, n2, ...)`. Everything else in the result
     must be the same for all blocks.
 
-    - `x1`, `x2`: PyTrees whose arrays have the examples along the same axis.
+    - `x1`, `x2`: PyTrees whose arrays have the examples along the same axis. Some can
+        be on disk, such as `numpy.memmap` and `zarr.Array`, or be anything else with a
+        shape that is read by slices, with the examples along axis 0. Rows are read when
+        their block is computed.
     - `args`: passed on unchanged.
     - `key`: a random key, which is split into a pair, or a pair of keys for the two
         inputs. Each of them is split into one key for each example, and `kernel_fn` is
@@ -209,10 +214,11 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         them as of `x1` and `x2`. Without `x2`, the second element can be None.
         Everything else is passed on unchanged.
 
-    With `store="device"` and without `progress`, the function is a single compiled
-    program. It can be used inside `jax.jit`, `jax.vmap`, `jax.grad` and other
-    transforms; reverse mode recomputes blocks instead of storing them. Otherwise, it is
-    a Python loop over compiled blocks. After an error or Ctrl-C, a run with an
+    With `store="device"`, without `progress`, and with examples in memory, the function
+    is a single compiled program. It can be used inside `jax.jit`, `jax.vmap`,
+    `jax.grad` and other transforms; reverse mode recomputes blocks instead of storing
+    them. Otherwise, it is a Python loop over compiled blocks. After an error or Ctrl-C,
+    a run with an
     [`eqxbatch.ZarrStore`][] can be resumed.
 
     **Raises:**
@@ -221,10 +227,11 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         range, a result that lacks the axes in `out_axes` or changes in other ways with
         the block, an unknown `mesh_axis`, `out_axes` together with `pairwise`, a
         `store` together with `reduce`, `progress` with a `mesh` but no `store`,
-        `upper_only` for a kernel that is not symmetric, and `symmetric=True` for a
-        kernel of `x1` with itself whose further axes have the same size.
-    - `TypeError` for settings of the wrong type, and for stores or `progress` inside
-        `jax.jit` and other transforms.
+        `upper_only` for a kernel that is not symmetric, `symmetric=True` for a kernel
+        of `x1` with itself whose further axes have the same size, and examples on disk
+        with another batch axis than 0, or on several devices.
+    - `TypeError` for settings of the wrong type, and for stores, `progress` or examples
+        on disk inside `jax.jit` and other transforms.
 
     !!! example
 
@@ -296,7 +303,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
             symmetric = getattr(fun, "symmetric", False)
         is_alone = x2 is None
         x2 = None if x2 is x1 else x2
-        x1, x2, args = jtu.tree_map(as_array, (x1, x2, args))
+        args = jtu.tree_map(as_array, args)
         # Pairs of one object are found before each of them is converted.
         axes = self.in_axes, getattr(fun, "kwargs_axes", {})
         both = make_sides(x1, x2, key, kwargs, *axes)
@@ -304,7 +311,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         # The free memory is looked up before tracing.
         sizes = sizes_of(self.block_size)
         is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
-        room = room_of(sizes) if is_ours else 0
+        room = room_of(sizes) if is_ours or any(x.stored for x in sides) else 0
         return CalledKernel(
             fun,
             args,
@@ -327,21 +334,34 @@ def computed(
     meter: AbstractProgressMeter | None = None,
 ) -> PyTree:
     """The arrays of a kernel, with settings as for `BatchKernel`."""
-    # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+    kernel, stored = detached(kernel)
     mesh = None if mesh_axis is None else mesh_axis.mesh
+    if stored:
+        check_concrete((kernel, reduce), "examples that are not in memory")
+        is_stored = isinstance(store, AbstractStore)
+        fits = mesh is None or (is_stored and len(mesh.local_devices) == 1)
+        if not fits or explicit_mesh((kernel, reduce)):
+            raise ValueError(
+                "Examples that are not in memory go to one device of each process: a "
+                "`mesh` needs a `store`, one device of this process, and no arrays on "
+                "Explicit axes. Read them by `numpy.asarray`, or leave it out."
+            )
+    # Blocks can start anywhere, which a mesh with explicit axes does not allow.
     kernel, reduce = gathered((kernel, reduce), mesh)
     if isinstance(store, AbstractStore):
-        kernel = _sized(kernel, None, None, is_stored=True)
-        return to_store(kernel, store, meter, mesh_axis)
-    if meter is not None:
-        return with_progress(_sized(kernel, reduce, None), reduce, meter)
+        kernel = _sized(kernel, None, None, by_tiles=True, on_device=False)
+        return to_store(kernel, stored, store, meter, mesh_axis)
+    if meter is not None or stored:
+        kernel = _sized(kernel, reduce, None, by_tiles=bool(stored))
+        return in_turn(kernel, stored, reduce, meter)
     return _run(kernel, reduce, mesh_axis)
 
 
 def on_one_device(kernel: _Kernel) -> _Kernel:
     """The kernel with sizes of blocks, as one device computes it."""
     # As for a store, because the whole kernel may not fit.
-    return _sized(gathered(kernel), None, None, is_stored=True)
+    alone, _ = detached(kernel)
+    return _sized(gathered(alone), None, None, by_tiles=True, on_device=False)
 
 
 @compiled
@@ -369,45 +389,57 @@ def _sized(
     reduce: PyTree,
     mesh_axis: MeshAxis | None,
     *,
-    is_stored: bool = False,
+    by_tiles: bool = False,
+    on_device: bool = True,
 ) -> _Kernel:
-    """The kernel, with the largest numbers of rows and columns of a block."""
+    """The kernel, with the largest numbers of rows and columns of a block.
+
+    A kernel is computed by one program, or by one for each tile. It is kept
+    `on_device` unless it is reduced.
+    """
     size = kernel.sizes
     if not isinstance(size, MemoryBudget):
         return kernel
     whole = block_kernel(dataclasses.replace(kernel, sizes=(None, None)))
-    budget = size.resolve()
-    if is_stored and whole.grid.is_empty:
+    if by_tiles and whole.grid.is_empty:
         return dataclasses.replace(kernel, sizes=(None, None))
-    if is_stored:
-        # Some blocks are being copied while the next one is computed.
-        size = MemoryBudget(max(budget // (IN_FLIGHT + 1), 1))
-    elif any(whole.bytes_kept):
+    left = size.resolve()
+    if on_device and reduce is None:
         # The memory that the kernel leaves is for factors of examples and for blocks.
-        shapes = [
-            leaf.struct(whole.totals).size * leaf.dtype.itemsize
-            for leaf in whole.leaves
-        ]
-        left = budget if reduce is not None else budget - sum(shapes)
-        kernel = dataclasses.replace(kernel, room=max(left, 0) // SHARE)
+        structs = [leaf.struct(whole.totals) for leaf in whole.leaves]
+        left = max(left - num_bytes(structs), 0)
+    largest = max(whole.totals)
+    if by_tiles:
+        # Some blocks are being copied while the next one is computed.
+        left //= IN_FLIGHT + 1
+        if any(rows.are_stored for rows in whole.rows):
+            # Half of the memory is for rows that are read.
+            left, one = left // 2, num_bytes([x.arrays for x in whole.structs((1, 1))])
+            check_at_least("block_size", left, one, "So much takes a row of each side.")
+            largest = min(largest, left // max(one, 1))
+        size = MemoryBudget(max(left, 1))
+    elif any(whole.bytes_kept):
+        kernel = dataclasses.replace(kernel, room=left // SHARE)
     with_area = lambda kernel, area: dataclasses.replace(
         kernel, sizes=(math.isqrt(area), math.isqrt(area))
     )
-    operands = (kernel, reduce, mesh_axis, is_stored)
+    operands = (kernel, reduce, mesh_axis, by_tiles)
 
     # Memory is affine in the area of a block.
     def run(area: int) -> Callable[[tuple], Any]:
-        def program(operands: tuple) -> Any:
-            kernel, reduce, mesh_axis, is_stored = operands
+        def program(blocks: list, operands: tuple) -> Any:
+            kernel, reduce, mesh_axis, by_tiles = operands
             kernel = with_area(kernel, area)
-            if is_stored:
-                return tile_program(block_kernel(kernel))
+            if by_tiles:
+                return tile_program(block_kernel(kernel), blocks)
             return _on_devices(kernel, reduce, mesh_axis)
 
-        return program
+        structs = whole.structs(with_area(whole, area).grid.sizes)
+        pairs = zip(whole.rows, structs, strict=True)
+        return eqx.Partial(program, [y if x.are_stored else None for x, y in pairs])
 
     try:
-        area = resolve_size(size, max(whole.totals) ** 2, run, operands, first=16**2)
+        area = resolve_size(size, largest**2, run, operands, first=16**2)
     except ValueError as e:
         e.add_note("A kernel that is too large itself can go to `store='host'`.")
         raise

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Key, PyTree, Shaped, UInt32
 
-from .._base.checks import AnyArray, called, check_types, match_prefix
+from .._base.checks import AnyArray, called, check_equal, check_types, match_prefix
 from .._base.jaxprs import constants, is_struct, with_arrays
 from .._base.mesh import (
     explicit_mesh,
@@ -40,7 +40,9 @@ from .._batch.batch import (
     block_struct,
     check_size,
     explained_failure,
+    is_stored,
     MemoryBudget,
+    read_rows,
     split_batch,
 )
 from .._batch.loop import Rows
@@ -526,8 +528,13 @@ def make_sides(
     kwargs: dict[str, Any],
     in_axes: PyTree,
     kwargs_axes: dict[str, PyTree],
+    *,
+    in_blocks: bool = True,
 ) -> tuple[list["Side"], dict[str, Any]]:
-    """The two sides of a call, or one if they are equal, and shared arguments."""
+    """The two sides of a call, or one if they are equal, and shared arguments.
+
+    If arrays are not in memory, sides have no rows, which are read `in_blocks`.
+    """
     pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
     shared = {name: x for name, x in kwargs.items() if name not in pairs}
     is_one = x2 is None or x2 is x1
@@ -550,13 +557,13 @@ def make_sides(
         second = {name: x if y is None else y for name, (x, y) in pairs.items()}
         x2 = x1 if x2 is None else x2
         sides.append(Side(x2, keys[1], second, *axes, is_second=True))
-    return sides, shared
+    return [*map(_with_stored, sides)] if in_blocks else sides, shared
 
 
 def is_pair(x: Any) -> bool:
     """Whether a keyword argument has arrays for each of the two sides."""
     is_two = type(x) is tuple and len(x) == 2
-    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray))
+    is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray)) or is_stored(leaf)
     return is_two and any(map(is_array, jtu.tree_leaves(x)))
 
 
@@ -588,6 +595,30 @@ def _is_single(key: AnyArray) -> bool:
     return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
 
 
+class Stored:
+    """The arrays of a side, of which some are not in memory.
+
+    Two of them are equal only if they are the same object, which is a leaf of a PyTree.
+    """
+
+    def __init__(self, arrays: list):
+        self.arrays = arrays
+
+    def read(self, start: int, like: Rows) -> list:
+        """As many rows as in `like`, in memory."""
+        read, stop = [], start + like.total
+        for x, struct, axis in safe_zip(self.arrays, like.arrays, like.axes):
+            if isinstance(x, jax.Array):
+                rows = lax.dynamic_slice_in_dim(x, start, like.total, axis)
+            else:
+                rows = read_rows(x, slice(start, stop))
+                of = rows.shape, jax.dtypes.canonicalize_dtype(rows.dtype)
+                expected = struct.shape, struct.dtype
+                check_equal(f"Rows {start} to {stop} of {shown(x)}", of, expected)
+            read.append(rows)
+        return read
+
+
 def each_key(key: Any, total: int) -> Any:
     """The keys of all examples."""
     return jr.split(key, total) if key is not None and _is_single(key) else key
@@ -599,6 +630,8 @@ class Side(eqx.Module):
     - `x`, `key`, `kwargs`: the arguments that have the examples.
     - `in_axes`, `kwargs_axes`: their batch axes. If `in_axes` is None, the model takes
         a whole batch at once.
+    - `stored`, `total`: if some of the arguments are not in memory, what is read for
+        each block, and the number of examples. All arguments have no rows then.
     """
 
     x: PyTree
@@ -607,6 +640,8 @@ class Side(eqx.Module):
     in_axes: PyTree
     kwargs_axes: dict[str, PyTree]
     is_second: bool = eqx.field(static=True)
+    stored: Stored | None = None
+    total: int | None = eqx.field(static=True, default=None)
 
     @functools.cached_property
     def batch(self) -> Batch:
@@ -636,7 +671,8 @@ class Side(eqx.Module):
 
     @functools.cached_property
     def rows(self) -> Rows:
-        return Rows(self.batch.arrays, self.batch.axes, self.batch.total())
+        total = self.batch.total() if self.total is None else self.total
+        return Rows(self.batch.arrays, self.batch.axes, total)
 
     @property
     def type(self) -> tuple:
@@ -674,6 +710,62 @@ _IF_WHOLE = "Pass `in_axes=None`, or a model of one example."
 
 
 _IF_ONE = "If it is a model of one example, leave out `in_axes=None`."
+
+
+def _with_stored(side: Side) -> Side:
+    """A side without rows, if some of its arrays are not in memory."""
+    leaves = filter(is_stored, jtu.tree_leaves((side.x, side.kwargs)))
+    stored = {id(x): (x, _stand_in(x)) for x in leaves}
+    if not stored:
+        return side
+    whole = jtu.tree_map(lambda x: stored.get(id(x), (x, x))[1], side)
+    batch, arrays = whole.batch, {id(y): x for x, y in stored.values()}
+    axes = {id(x): axis for x, axis in safe_zip(batch.arrays, batch.axes)}
+    for key, x in arrays.items():
+        if axes.get(key) != 0:
+            raise ValueError(
+                "The batch axis of arrays that are not in memory must be 0, because "
+                f"rows of them are read; got {axes.get(key)} for {shown(x)}. Read it "
+                "by `numpy.asarray`."
+            )
+    source = lambda x: arrays[id(x)] if id(x) in arrays else jnp.asarray(x)
+    none = [
+        jnp.asarray(x[(*[slice(None)] * axis, slice(0))])
+        for x, axis in safe_zip(batch.arrays, batch.axes)
+    ]
+    x, kwargs = whole.arguments(none)
+    parts = {"x": x, "key": kwargs.pop("key", None), "kwargs": kwargs}
+    read = Stored([*map(source, batch.arrays)])
+    return dataclasses.replace(side, **parts, stored=read, total=batch.total())
+
+
+def _stand_in(x: Any) -> np.ndarray:
+    """An array without memory, with the shape and dtype of one that is not there."""
+    none = read_rows(x, slice(0))
+    is_number = any(jnp.issubdtype(none.dtype, kind) for kind in (np.number, np.bool_))
+    if none.shape != (0, *x.shape[1:]) or not is_number:
+        raise TypeError(
+            "Slices of arrays that are not in memory must be rows of numbers or bools; "
+            f"got {shown(none)} for no rows of {shown(x)}."
+        )
+    return np.broadcast_to(np.zeros((), none.dtype), tuple(x.shape))
+
+
+_Kernel = TypeVar("_Kernel", bound=AbstractBlockKernel)
+
+
+def detached(kernel: _Kernel) -> tuple[_Kernel, list[Stored | None]]:
+    """A kernel for compiled programs, and what is read for each block of its sides.
+
+    The list is empty if all examples are in memory.
+    """
+    is_side = lambda x: isinstance(x, Side)
+    sides = filter(is_side, jtu.tree_leaves(kernel, is_leaf=is_side))
+    stored = [side.stored for side in sides]
+    if not any(stored):
+        return kernel, []
+    alone = lambda x: dataclasses.replace(x, stored=None) if is_side(x) else x
+    return jtu.tree_map(alone, kernel, is_leaf=is_side), stored
 
 
 # The names of the arguments of a side, for error messages.

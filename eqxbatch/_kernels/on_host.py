@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_types
+from .._base.dtypes import num_bytes
 from .._base.mesh import within_mesh
 from .._base.platforms import compiled
 from .._base.trees import import_extra, safe_zip, shown
@@ -30,9 +31,11 @@ from .._batch.store import (
     AbstractStore,
     AbstractWriter,
     Chunk,
+    digest,
     digest_of_program,
     fingerprint,
     FORMAT,
+    HostStore,
     IN_FLIGHT,
     in_threads,
     names_of,
@@ -54,6 +57,7 @@ from .kernel import (
     Grid,
     KernelLeaf,
     on_mesh_of_results,
+    Stored,
     Tile,
     TileMirror,
 )
@@ -61,62 +65,121 @@ from .kernel import (
 
 def check_concrete(call: PyTree, what: str) -> None:
     """Raises `TypeError` if a call is being transformed."""
-    if any(isinstance(x, Tracer) for x in jtu.tree_leaves(call)):
+    # Within `jax.jit`, new arrays are traced, too.
+    if any(isinstance(x, Tracer) for x in [*jtu.tree_leaves(call), jnp.zeros(())]):
         raise TypeError(
             f"A kernel with {what} runs a loop in Python, and cannot be within "
             "`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
-            "or use `store='device'` without `progress` and `tol`."
+            "or use `store='device'` without `progress` and `tol`, and examples in "
+            "memory."
         )
 
 
 class _Blocks:
-    """The factors of blocks of examples on the device, for as many as fit."""
+    """The factors of blocks of examples on the device, for as many as fit.
 
-    def __init__(self, kernel: AbstractBlockKernel):
+    Examples that are not in memory are kept if there are no factors.
+
+    - `stored`: what is read for blocks of each side, as `detached` returns it.
+    - `digests`: of the blocks that were read, by side and number, for stores in which
+        runs are resumed; or None.
+    """
+
+    def __init__(
+        self,
+        kernel: AbstractBlockKernel,
+        stored: Sequence[Stored | None],
+        *,
+        resumes: bool = False,
+    ):
         self.kernel, self.grid = kernel, kernel.grid
-        self.is_used = any(kernel.bytes_kept)
-        self._blocks: collections.OrderedDict = collections.OrderedDict()
-        sizes = safe_zip(kernel.bytes_kept, self.grid.sizes)
-        self._most = max(kernel.num_kept(max(n * size for n, size in sizes)), 2)
+        self.has_factors, self.stored = any(kernel.bytes_kept), stored or (None, None)
+        self.digests: dict | None = {} if resumes and stored else None
+        self._structs = kernel.structs(self.grid.sizes)
+        self._blocks: dict[tuple[int, int], Rows] = {}
+        sizes = [
+            n * x.total if self.has_factors else num_bytes(x.arrays)
+            for n, x in safe_zip(kernel.bytes_kept, self._structs)
+        ]
+        most = kernel.num_kept(max(sizes)) if self.has_factors or stored else 0
+        # The blocks of a panel, beside which one of columns fits.
+        self._height = max(most - 1, 1)
 
     def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
-        """The factors of a tile's two blocks; None to compute them with the tile."""
-        return self._block(0, tile.row), self._block(1, tile.column)
+        """What is kept of a tile's two blocks; None to compute it with the tile."""
+        row, column = self._keys(tile)
+        return self._block(row, tile), self._block(column, tile)
 
-    def _block(self, side: int, number: int) -> Rows | None:
-        if not self.is_used:
-            return None
-        side = 0 if self.grid.is_same else side
-        key = side, number
-        if key not in self._blocks:
-            if len(self._blocks) >= self._most:
-                self._blocks.popitem(last=False)
-            index = jnp.asarray(number, jnp.int32)
-            self._blocks[key] = _kept((self.kernel, side), index)
-        self._blocks.move_to_end(key)
-        return self._blocks[key]
+    def _keys(self, tile: Tile) -> tuple[tuple[int, int], tuple[int, int]]:
+        return (0, tile.row), (0 if self.grid.is_same else 1, tile.column)
+
+    def _block(self, key: tuple[int, int], tile: Tile) -> Rows | None:
+        side, number = key
+        if key not in self._blocks and (self.has_factors or self.stored[side]):
+            if len(self._blocks) > self._height:
+                # The panel stays, and columns pass by.
+                panel = 0, tile.row // self._height
+                others = (
+                    x for x in self._blocks if (x[0], x[1] // self._height) != panel
+                )
+                del self._blocks[next(others)]
+            rows = None
+            if self.stored[side]:
+                # What reads them may use its memory for the next block.
+                arrays = jax.device_put(self._read(key), may_alias=False)
+                rows = Rows(arrays, self._structs[side].axes, self.grid.sizes[side])
+            if self.has_factors:
+                index = jnp.asarray(number, jnp.int32)
+                rows = _kept((self.kernel, side, rows), index)
+            assert rows is not None
+            self._blocks[key] = rows
+        return self._blocks.get(key)
+
+    def _read(self, key: tuple[int, int]) -> list:
+        """A block of examples that are not in memory."""
+        stored = self.stored[key[0]]
+        assert stored is not None
+        arrays = stored.read(self.grid.start(*key), self._structs[key[0]])
+        if self.digests is not None and key not in self.digests:
+            self.digests[key] = digest(arrays)
+        return arrays
+
+    def source(self, tile: Tile) -> str:
+        """What identifies the examples of a tile, beside the fingerprint."""
+        if self.digests is None:
+            return ""
+        keys = [key for key in self._keys(tile) if self.stored[key[0]]]
+        for key in keys:
+            if key not in self.digests:
+                self._read(key)
+        return " ".join(self.digests[key] for key in keys)
 
     def ordered(self, tiles: list[Tile]) -> list[Tile]:
         """The tiles, ordered so that factors are recomputed as rarely as possible.
 
         The factors of a panel of rows are kept while the loop runs over the columns.
+        The last block with itself stays the last one.
         """
-        if not self.is_used or self._most >= sum(map(self.grid.num, (0, 1))):
+        is_used = self.has_factors or any(self.stored)
+        if not is_used or self._height >= sum(map(self.grid.num, (0, 1))):
             return tiles
-        height = self._most - 1
-        return sorted(tiles, key=lambda t: (t.row // height, t.column, t.row))
+        return sorted(tiles, key=lambda t: (t.row // self._height, t.column, t.row))
 
 
 @compiled
 def _kept(operands: tuple, number: Array) -> Rows:
-    kernel, side = operands
+    kernel, side, rows = operands
     grid, size = kernel.grid, kernel.grid.sizes[side]
-    rows = kernel.rows[side].at(grid.start(side, number), size)
+    if rows is None:
+        rows = kernel.rows[side].at(grid.start(side, number), size)
     return kernel.keep(side, rows, size)
 
 
-def with_progress(
-    kernel: AbstractBlockKernel, reduce: PyTree, meter: AbstractProgressMeter
+def in_turn(
+    kernel: AbstractBlockKernel,
+    stored: Sequence[Stored | None],
+    reduce: PyTree,
+    meter: AbstractProgressMeter | None,
 ) -> PyTree:
     """The collected arrays of a kernel on one device, one tile at a time."""
     check_concrete(kernel, "`progress`")
@@ -124,8 +187,8 @@ def with_progress(
     grid = kernel.grid
     collectors = make_collectors(kernel, reduce)
     states, _ = _initial(kernel, reduce)
-    blocks = _Blocks(kernel)
-    tiles = [*blocks.ordered(grid.pairs()), *grid.diagonal()]
+    blocks = _Blocks(kernel, stored)
+    tiles = blocks.ordered([*grid.pairs(), *grid.diagonal()])
     with metered(meter, len(tiles), 0) as step:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
@@ -136,7 +199,7 @@ def with_progress(
             # The count of the previous tile is available by now, so this does not wait.
             waiting.append(num_nans)
             if len(waiting) > 1:
-                step(waiting.popleft())
+                step(jax.block_until_ready(waiting.popleft()))
         for num_nans in waiting:
             step(num_nans)
     return finalized(kernel, collectors, states)
@@ -150,10 +213,11 @@ def _tiles(kernel: AbstractBlockKernel, reduce: PyTree) -> Tiles:
 @compiled
 def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[list, Array]:
     tiles = _tiles(kernel, reduce)
-    rows = tiles.kernel.rows
+    rows, structs = tiles.kernel.rows, tiles.kernel.structs(tiles.grid.sizes)
+    blocks = [y if x.are_stored else x for x, y in safe_zip(rows, structs)]
     with within_mesh(rows):
         # JAX finds the devices of the states by the examples, if some result has any.
-        return tiles.initial(*rows), rows[0].arrays[0][:0]
+        return tiles.initial(*blocks), rows[0].arrays[0][:0]
 
 
 @functools.partial(compiled, donate="all-except-first")
@@ -233,6 +297,7 @@ class _Team:
 
 def to_store(
     kernel: AbstractBlockKernel,
+    stored: Sequence[Stored | None],
     store: AbstractStore,
     meter: AbstractProgressMeter | None,
     mesh_axis: MeshAxis | None,
@@ -250,7 +315,9 @@ def to_store(
         mark = lambda: _fingerprint(kernel)
         writer = team.begin(functools.partial(store.begin, arrays, mark))
         with contextlib.closing(writer):
-            team.together(lambda: _write(kernel, arrays, writer, meter, team))
+            resumes = not isinstance(store, HostStore)
+            blocks = _Blocks(kernel, stored, resumes=resumes)
+            team.together(lambda: _write(blocks, arrays, writer, meter, team))
             results = _opened(writer.finish(), arrays, grid, kernel.mirror)
             return kernel.output(results)
 
@@ -316,14 +383,14 @@ def _opened(
 
 
 def _write(
-    kernel: AbstractBlockKernel,
+    blocks: _Blocks,
     arrays: list[StoredArray],
     writer: AbstractWriter,
     meter: AbstractProgressMeter | None,
     team: _Team,
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
-    leaves, grid, blocks = kernel.leaves, kernel.grid, _Blocks(kernel)
+    kernel, grid, leaves = blocks.kernel, blocks.grid, blocks.kernel.leaves
     num = max(len(team.devices), 1)
     tiles = [
         tile
@@ -331,21 +398,24 @@ def _write(
         if grid.part_of(tile, team.num) == team.rank
     ]
     wanted = _chunks_of_tiles(leaves, arrays, grid)
-    missing = {*writer.missing([x for tile in tiles for _, x in wanted[tile]])}
-    left = {tile for tile in tiles if any(x in missing for _, x in wanted[tile])}
+    made_of = {x: tile for tile in tiles for _, x in wanted[tile]}
+    missing = {*writer.missing([*made_of], lambda x: blocks.source(made_of[x]))}
+    left = [tile for tile in tiles if any(x in missing for _, x in wanted[tile])]
 
     def computed() -> Iterator[tuple]:
-        for tiles, is_diagonal in grid.groups():
-            ordered = blocks.ordered([tile for tile in tiles if tile in left])
-            for start in range(0, len(ordered), num):
-                group = ordered[start : start + num]
+        # Several devices keep nothing, and compute tiles of one kind at a time.
+        ordered = left if num > 1 else blocks.ordered(left)
+        for is_diagonal, tiles in itertools.groupby(ordered, grid.is_diagonal):
+            tiles = [*tiles]
+            for start in range(0, len(tiles), num):
+                group = tiles[start : start + num]
                 parts = [wanted[tile] for tile in group]
                 has_mirror = any(i >= len(leaves) for part in parts for i, _ in part)
                 task = kernel, is_diagonal, has_mirror, meter is not None
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
-                yield writer, arrays, parts, results
+                yield writer, arrays, parts, results, [*map(blocks.source, group)]
 
     with (
         metered(meter, len(tiles), len(tiles) - len(left)) as step,
@@ -360,14 +430,15 @@ def _written(
     arrays: list[StoredArray],
     wanted: list[list[tuple[int, Chunk]]],
     results: list[list[Array]],
+    sources: list[str],
 ) -> list[int]:
     """Writes the wanted chunks of some tiles; returns the NaNs in each tile."""
-    for part, tile in safe_zip(wanted, results):
+    for part, tile, source in safe_zip(wanted, results, sources):
         for result, chunk in part:
             place = arrays[chunk.array].place(chunk.index)
             # The last tile overlaps with the previous one, and only its new rows count.
             new = tuple(slice(x.start - x.stop, None) for x in place)
-            writer.write(chunk, np.asarray(tile[result])[new])
+            writer.write(chunk, np.asarray(tile[result])[new], source)
     return [int(np.asarray(tile[-1])) for tile in results]
 
 
@@ -393,10 +464,20 @@ def _results(
 _tile = compiled(_results)
 
 
-def tile_program(kernel: AbstractBlockKernel) -> list[Array]:
-    """The program for one tile, to measure its memory."""
+def tile_program(
+    kernel: AbstractBlockKernel, blocks: Sequence[Rows | None]
+) -> list[Array]:
+    """The program for one tile, to measure its memory.
+
+    `blocks` has the examples of each side that are not in memory.
+    """
     grid, pair = kernel.grid, jnp.zeros(2, jnp.int32)
-    return _results((kernel, grid.is_same, grid.is_symmetric, False), pair)
+    kept = [
+        None if x is None else kernel.keep(side, x, x.total)
+        for side, x in enumerate(blocks)
+    ]
+    task = kernel, grid.is_same, grid.is_symmetric, False
+    return _results(task, pair, kept)
 
 
 @compiled

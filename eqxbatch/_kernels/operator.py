@@ -511,7 +511,8 @@ class KernelOperator(AbstractTaggedOperator):
         `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array, a zarr array or an
         [`eqxbatch.results.SymmetricArray`][].
     - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`. NumPy
-        arrays are copied.
+        arrays are copied. With a `store`, they can be on disk, as for
+        [`eqxbatch.filter_batch_kernel`][].
     - `block_size`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`: as for
         [`eqxbatch.filter_batch_kernel`][]. A stored kernel does not take them.
     - `symmetric`: a bool or None, as for [`eqxbatch.filter_batch_kernel`][]. With
@@ -531,7 +532,8 @@ class KernelOperator(AbstractTaggedOperator):
 
     Raises `ValueError` for a kernel without exactly two axes, for vectors with another
     number of rows, for an index out of range, for settings that a stored kernel does
-    not take, for `progress` without a `store`, and for triangular `tags`. Raises
+    not take, for `progress` or examples on disk without a `store`, and for triangular
+    `tags`. Raises
     `TypeError` for arguments of the wrong type, and `ImportError` without lineax, which
     the extra `linalg` installs.
 
@@ -589,10 +591,16 @@ class KernelOperator(AbstractTaggedOperator):
             settings = {"block_size": None, **settings}
             transform = BatchKernel(kernel, symmetric=symmetric, **settings)
             computed = ComputedMatrix(transform, x1, x2, kwargs)
+            reads = any(side.stored for side in computed.call.sides)
+            if reads and not is_stored:
+                raise ValueError(
+                    "Examples that are not in memory are read once, to compute the "
+                    "kernel into a `store`. Pass `store='host'`, or a path."
+                )
             self.matrix = computed
             if is_stored:
                 reader = Reader(computed.stored(store, meter), computed.is_hermitian)
-                self.matrix = StoredMatrix(reader, computed)
+                self.matrix = StoredMatrix(reader, None if reads else computed)
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
         if self.tags & triangular:

@@ -233,13 +233,14 @@ Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
 def _computed(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any:
     """The kernels of some examples, after they are stored or reduced."""
     model = _model_of(estimator, get, examples)
-    if estimator._is_plain:
+    if estimator._is_plain and not model.has_stored:
         return _in_one_program(estimator, model, kernels_of)
-    assert isinstance(estimator, AbstractStored)
     sizes = sizes_of(estimator.block_size)
     mirror = estimator._request.mirror
     kernel = _in_blocks(model, mirror, sizes, room_of(sizes))
     kernel = jtu.tree_map(as_array, kernel)
+    if not isinstance(estimator, AbstractStored):
+        return computed(kernel, None)
     settings = estimator.reduce, estimator.store, estimator.progress
     return computed(kernel, estimator.row_axis, *settings)
 
@@ -261,6 +262,12 @@ def _model_of(
 def _in_one_program(
     estimator: AbstractEstimator, model: TracedModel, task: Task
 ) -> Any:
+    if model.has_stored:
+        raise ValueError(
+            "This needs all examples in memory: `numpy.asarray(x)`. For a result for "
+            "each one, read some at a time: `over_batches(filter_microbatch("
+            "ntk.diagonal, accumulator=Concat()), batch_size=...)(x)`."
+        )
     if estimator.block_size is None:
         # There is nothing to keep for other blocks.
         return _run(model, task, (None, None), 0)
@@ -361,11 +368,13 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
     `metric`. `TypeError` for settings of the wrong type. Errors of the model are passed
     on. If the values of a `metric` are traced, wrong ones give NaN.
 
-    **Inputs and keys:** without `x2` (or if it is `x1` itself), the kernel is exactly
-    symmetric and only about half of the blocks are computed. A `key` is split
-    into one for `x1` and one for `x2`, and each of these into one key for each example.
-    Or pass a pair of keys for `x1` and `x2`. Keyword arguments with one value for each
-    example are passed as pairs of arrays, for `x1` and for `x2`; all others are shared.
+    **Inputs and keys:** examples can be on disk, as for
+    [`eqxbatch.filter_batch_kernel`][]. Without `x2` (or if it is `x1` itself), the
+    kernel is exactly symmetric and only about half of the blocks are computed. A `key`
+    is split into one for `x1` and one for `x2`, and each of these into one key for each
+    example. Or pass a pair of keys for `x1` and `x2`. Keyword arguments with one value
+    for each example are passed as pairs of arrays, for `x1` and for `x2`; all others
+    are shared.
 
     **Memory:** what blocks need of each example is computed once if it fits into half
     of the free device memory, or of the budget. If memory is short, examples pass
@@ -499,7 +508,7 @@ def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any
             "are read and stored together, and examples along axis 0; got "
             f"`block_size={ntk.block_size}`, and the axes {axes}."
         )
-    sides, shared = make_sides(*examples, *axes)
+    sides, shared = make_sides(*examples, *axes, in_blocks=False)
     side = sides[0]
     shapes: list[Any] = [getattr(x, "shape", ()) for x in jtu.tree_leaves(side.x)]
     # What has no rows raises as it does without a store.
