@@ -279,11 +279,6 @@ def _normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
     return wide / scale, scale
 
 
-def num_bytes(tree: PyTree) -> int:
-    """The number of bytes of some arrays or structs."""
-    return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
-
-
 _MOST_GROUPS = 8
 
 

@@ -222,6 +222,11 @@ def number_types(leaves: Sequence[Any]) -> str:
     return repr([x for x in leaves if type(x) in _NUMBERS])
 
 
+def num_bytes(tree: PyTree) -> int:
+    """The number of bytes of some arrays or structs."""
+    return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
+
+
 def compiled(
     fun: _Function,
     *,

@@ -43,7 +43,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
-from .._base.dtypes import common_dtype, num_bytes, size_groups, widened
+from .._base.dtypes import common_dtype, size_groups, widened
 from .._base.jaxprs import (
     callee,
     depends,
@@ -55,7 +55,7 @@ from .._base.jaxprs import (
     with_trait,
 )
 from .._base.mesh import vary_as
-from .._base.platforms import in_opaque_branch, opaque_true, platform
+from .._base.platforms import in_opaque_branch, num_bytes, opaque_true, platform
 from .._base.trees import safe_zip
 from .._sites.cost import contraction_cost, forming_cost, num_products, pushed_cost
 from .._sites.factors import (

@@ -23,7 +23,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
 
 from .._base.checks import called, check_at_least, warn_user
-from .._base.dtypes import as_complex, as_real, common_dtype, num_bytes, widened
+from .._base.dtypes import as_complex, as_real, common_dtype, widened
 from .._base.jaxprs import (
     Derivative,
     derivative_of_program,
@@ -35,7 +35,7 @@ from .._base.jaxprs import (
     without_reverse_mode,
 )
 from .._base.mesh import error_if, sum_except
-from .._base.platforms import platform, products_of, unstack
+from .._base.platforms import num_bytes, platform, products_of, unstack
 from .._base.trees import described, log, safe_zip, shown
 from .._batch.batch import MemoryBudget
 from .._batch.derivative import AbstractOverExamples, check_value, Loss

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
-from .._base.dtypes import common_dtype, num_bytes, widened
+from .._base.dtypes import common_dtype, widened
 from .._base.jaxprs import varying
 from .._base.mesh import is_on_mesh, sum_except, vary_as
-from .._base.platforms import exact_products, platform, products_of
+from .._base.platforms import exact_products, num_bytes, platform, products_of
 from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
 from .._batch.loop import accumulated, accumulated_sums, Rows

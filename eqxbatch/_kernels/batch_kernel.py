@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._base.checks import check_at_least, check_exclusive
-from .._base.dtypes import num_bytes
 from .._base.mesh import explicit_mesh, gathered, within_mesh
-from .._base.platforms import compiled
+from .._base.platforms import compiled, num_bytes
 from .._batch.batch import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
 from .._batch.store import AbstractStore, as_store, IN_FLIGHT

@@ -21,9 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_types
-from .._base.dtypes import num_bytes
 from .._base.mesh import within_mesh
-from .._base.platforms import compiled
+from .._base.platforms import compiled, num_bytes
 from .._base.trees import import_extra, safe_zip, shown
 from .._batch.loop import Rows
 from .._batch.progress import AbstractProgressMeter, metered

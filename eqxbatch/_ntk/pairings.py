@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
-from .._base.dtypes import is_complex, num_bytes, widened
+from .._base.dtypes import is_complex, widened
 from .._base.jaxprs import (
     full_varying_as,
     run_jaxpr,
@@ -32,7 +32,7 @@ from .._base.jaxprs import (
     without_forward_mode,
 )
 from .._base.mesh import explicit_mesh
-from .._base.platforms import in_opaque_branch, opaque_true
+from .._base.platforms import in_opaque_branch, num_bytes, opaque_true
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows

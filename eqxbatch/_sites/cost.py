@@ -16,9 +16,8 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 
-from .._base.dtypes import num_bytes
 from .._base.jaxprs import callee, inner_jaxprs, name_of, PRODUCTS, TracedFunction
-from .._base.platforms import platform
+from .._base.platforms import num_bytes, platform
 from .._base.trees import log
 from .factors import (
     contract_cost,
