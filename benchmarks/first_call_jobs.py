@@ -88,6 +88,17 @@ def hessian_of_jax(depth: int) -> Call:
     return run, (model, *data)
 
 
+def raveled_hessian_of_jax(depth: int) -> Call:
+    model, data = network(depth)
+
+    def run(model, *data):
+        total, arrays = mean_loss(model, squared_error, *data)
+        flat, unravel = ravel_pytree(arrays)
+        return jax.hessian(lambda flat: total(unravel(flat)))(flat)
+
+    return run, (model, *data)
+
+
 def our_product(depth: int) -> Call:
     model, data = network(depth)
     loss = lambda *args: squared_error(*args)
@@ -200,8 +211,8 @@ def dense_ggn(make: Callable) -> Call:
 # Gradients in microbatches.
 
 
-def dense() -> tuple[Any, tuple]:
-    return micro_grad.Dense(KEY), (jr.normal(KEY, (64, 256)),) * 2
+def dense(num: int = 64) -> tuple[Any, tuple]:
+    return micro_grad.Dense(KEY), (jr.normal(KEY, (num, 256)),) * 2
 
 
 def cnn() -> tuple[Any, tuple]:
@@ -270,6 +281,17 @@ def hessian_jobs() -> list[Job]:
             is_quick=depth <= 4,
         )
         for depth in DEPTHS
+    ]
+    found += [
+        Job(
+            f"`filter_hessian(flat=True)`, MLP of depth {depth}",
+            "`jax.hessian` of the raveled vector",
+            1.5,
+            part(our_hessian, depth, flat=True),
+            part(raveled_hessian_of_jax, depth),
+            is_quick=False,
+        )
+        for depth in (4, 16)
     ]
     found += [
         Job(
@@ -350,6 +372,25 @@ def gradient_jobs() -> list[Job]:
     return found
 
 
+def remainder_jobs() -> list[Job]:
+    """A size that does not divide the batch, compared with one that does."""
+    part = functools.partial
+    return [
+        Job(
+            f"{name} gradients, MLP, 67 examples by 16",
+            "64 examples by 16",
+            1.15,
+            part(gradient, part(dense, 67), ways, harness.OURS),
+            part(gradient, dense, ways, harness.OURS),
+            is_quick=False,
+        )
+        for name, ways in (
+            ("accumulated", micro_grad.accumulated),
+            ("clipped", micro_grad.clipped),
+        )
+    ]
+
+
 def tracing_jobs() -> list[Job]:
     """Times that should grow with the number of layers, and no faster."""
     part = functools.partial
@@ -374,7 +415,7 @@ def tracing_jobs() -> list[Job]:
 
 def jobs() -> list[Job]:
     part = functools.partial
-    found = [*hessian_jobs(), *gradient_jobs(), *tracing_jobs()]
+    found = [*hessian_jobs(), *gradient_jobs(), *remainder_jobs(), *tracing_jobs()]
     for title, spec, block in (("MLP", DENSE, 8), ("CNN", CNN, 4)):
         found += [
             Job(
