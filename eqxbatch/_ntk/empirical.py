@@ -600,8 +600,8 @@ class EmpiricalKernel(AbstractEstimator, AbstractMetricKernel, AbstractStored):
 
     def __call__(
         self,
-        x1: _Inputs,
-        x2: _Inputs | None = None,
+        x1: PyTree,
+        x2: PyTree = None,
         get: Get = None,
         *,
         key: Keys = None,
