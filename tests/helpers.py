@@ -1,6 +1,7 @@
 """Helpers that several test modules use."""
 
 import itertools
+import math
 
 import equinox as eqx
 import jax
@@ -247,3 +248,11 @@ class Counted:
             raise OSError("a disk")
         self.read.append(index.start)
         return self.rows[index]
+
+
+def aligned(shape, dtype=np.float64):
+    """An array in memory that JAX shares on the CPU if it may."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -53,7 +53,7 @@ from .._base.mesh import (
     structs_on_devices,
 )
 from .._base.platforms import number_types, platform
-from .._base.trees import described, log, safe_zip
+from .._base.trees import described, log, safe_zip, shown
 
 
 def is_state(x: Any) -> bool:
@@ -72,12 +72,18 @@ def has_rows(x: Any) -> bool:
 
 
 def read_rows(x: Any, rows: slice) -> Any:
-    """Some rows of an array, in memory."""
+    """Some rows of an array, in memory that reading others does not overwrite."""
     if isinstance(x, jax.Array):
         return x[rows]
-    x = np.asarray(x[rows])
+    part = x[rows]
+    if np.ma.is_masked(part):
+        raise ValueError(
+            f"Rows of {shown(x)} have masked entries, which stand for no number. Fill "
+            "them: slices must return `numpy.ma.filled(rows, value)`."
+        )
+    part = np.array(part) if is_stored(x) else np.asarray(part)
     # JAX has no arrays of the other byte order.
-    return x.astype(x.dtype.newbyteorder("="), copy=False)
+    return part.astype(part.dtype.newbyteorder("="), copy=False)
 
 
 def broadcast_axes(

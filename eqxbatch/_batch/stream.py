@@ -457,12 +457,12 @@ def _put(sharding: Sharding | None, x: Any) -> Any:
     if not hasattr(x, "__array__"):
         return x
     if not isinstance(x, jax.Array):
-        x = np.asarray(x)
+        # A loader may use its memory for the next batch. JAX would share it.
+        x = np.array(x)
         if sharding is not None:
             whole = _fitting(sharding, x)
             return jax.make_array_from_process_local_data(whole, x)
-        # A loader may use its memory for the next batch.
-        return jax.device_put(x, may_alias=False)
+        return jax.device_put(x)
     return x if sharding is None else jax.device_put(x, _fitting(sharding, x))
 
 

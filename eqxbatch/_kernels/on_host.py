@@ -80,7 +80,7 @@ class _Blocks:
     Examples that are not in memory are kept if there are no factors.
 
     - `stored`: what is read for blocks of each side, as `detached` returns it.
-    - `digests`: of the blocks that were read, by side and number, for stores in which
+    - `digests`: of the blocks as read last, by side and number, for stores in which
         runs are resumed; or None.
     """
 
@@ -124,8 +124,7 @@ class _Blocks:
                 del self._blocks[next(others)]
             rows = None
             if self.stored[side]:
-                # What reads them may use its memory for the next block.
-                arrays = jax.device_put(self._read(key), may_alias=False)
+                arrays = jax.device_put(self._read(key))
                 rows = Rows(arrays, self._structs[side].axes, self.grid.sizes[side])
             if self.has_factors:
                 index = jnp.asarray(number, jnp.int32)
@@ -139,7 +138,8 @@ class _Blocks:
         stored = self.stored[key[0]]
         assert stored is not None
         arrays = stored.read(self.grid.start(*key), self._structs[key[0]])
-        if self.digests is not None and key not in self.digests:
+        if self.digests is not None:
+            # Of the latest ones, which the next tiles are computed from.
             self.digests[key] = digest(arrays)
         return arrays
 

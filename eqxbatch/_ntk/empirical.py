@@ -502,7 +502,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
 def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any:
     sizes, axes = sizes_of(ntk.block_size), (ntk.in_axes, ntk.kwargs_axes)
     size = None if isinstance(sizes, MemoryBudget) else sizes[0]
-    if size is None or any(jtu.tree_leaves(axes)):
+    of_leaves = jtu.tree_leaves(axes, is_leaf=lambda axis: axis is None)
+    if size is None or any(axis != 0 for axis in of_leaves):
         raise ValueError(
             "`features` with a `store` needs a `block_size`, the number of rows that "
             "are read and stored together, and examples along axis 0; got "

@@ -46,7 +46,7 @@ from eqxbatch import (
     Variance,
 )
 from ..flags import COMPILE_FAST
-from ..helpers import assert_same, Counted, KINDS, make_mesh, thinned
+from ..helpers import aligned, assert_same, Counted, KINDS, make_mesh, thinned
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -309,7 +309,7 @@ def test_what_batches_can_be(net):
 
 def test_a_loader_may_use_its_memory_again(net):
     def loader():
-        x = np.empty((1_000, 100))
+        x = aligned((1_000, 100))
         for i in range(20):
             x[:] = i
             yield x

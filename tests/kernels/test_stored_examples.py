@@ -41,7 +41,7 @@ from eqxbatch import (
 )
 from eqxbatch._kernels import batch_kernel
 from ..flags import COMPILE_FAST
-from ..helpers import bent, BLOCK, make_mesh, normal, thinned, TOTALS
+from ..helpers import aligned, bent, BLOCK, make_mesh, normal, thinned, TOTALS
 from .kernel_functions import AXES, rbf, Structured, white
 from .on_disk import chunks, Stops
 
@@ -252,6 +252,51 @@ def test_memory_maps_are_not_copied(tmp_path):
     finally:
         tracemalloc.stop()
     assert peak < x.nbytes / 2
+
+
+class Reused(Recorded):
+    """Rows in memory that the next ones overwrite, also those of others."""
+
+    memory = aligned((BLOCK, 16), np.float32)
+
+    def __getitem__(self, rows):
+        rows = super().__getitem__(rows)
+        self.memory[: len(rows)] = rows
+        return self.memory[: len(rows)]
+
+
+@pytest.mark.parametrize("store", ("device", "host"))
+def test_memory_may_be_used_again(store):
+    a, b = (np.float32([[i] * 16 for i in range(k, k + 9)]) for k in (0, 3))
+    kernel = filter_batch_kernel(
+        lambda x, y: x["a"] @ y["b"].T, block_size=BLOCK, store=store
+    )
+    same(kernel({"a": Reused(a), "b": Reused(b)}), kernel({"a": a, "b": b}))
+
+
+def test_digests_are_of_the_rows_that_are_computed(tmp_path):
+    """Not of the next ones, which may be in the same memory."""
+    x = np.float32([[i] * 16 for i in range(16)])
+    to_disk("map", Reused(x), tmp_path / "map")
+    moved = np.roll(x, -2, axis=0)
+    same(to_disk("map", moved, tmp_path / "map"), np.square(moved))
+
+
+def test_rows_that_change_during_a_run(tmp_path, monkeypatch):
+    """Chunks are sealed with the rows that they are computed from."""
+    monkeypatch.setattr(batch_kernel, "room_of", lambda _: 2 * BLOCK * 12)
+
+    class Changing(Recorded):
+        def __getitem__(self, rows):
+            self.rows = X + (len(self.read) >= 4)
+            return super().__getitem__(rows)
+
+    kernel = filter_batch_kernel(rbf, block_size=BLOCK, store=tmp_path / "kernel")
+    kernel(Changing(X))
+    same(
+        np.asarray(kernel(Recorded(X))),
+        filter_batch_kernel(rbf, block_size=BLOCK, store="host")(X),
+    )
 
 
 class Wide:
@@ -524,6 +569,13 @@ def whole(x):
             lambda: filter_batch_kernel(rbf)(Recorded(X.astype(object))),
             TypeError,
             "rows of numbers or bools; got an array .* dtype object",
+        ),
+        (
+            lambda: filter_batch_kernel(rbf)(
+                Wrong(lambda x: np.ma.array(x, mask=x > 1))
+            ),
+            ValueError,
+            "have masked entries, which stand for no number",
         ),
         (
             lambda: filter_batch_kernel(rbf)(Wrong(lambda x: x.T)),

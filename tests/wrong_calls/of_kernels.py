@@ -580,6 +580,7 @@ MODELS = [
             {},
             {"block_size": "1MB"},
             {"block_size": 2, "in_axes": 1},
+            {"block_size": 2, "in_axes": {"rows": 0, "shared": None}},
             {"block_size": 2, "kwargs_axes": {"mask": 1}},
         )
     ),
