@@ -402,11 +402,11 @@ def _sized(
     whole = block_kernel(dataclasses.replace(kernel, sizes=(None, None)))
     if by_tiles and whole.grid.is_empty:
         return dataclasses.replace(kernel, sizes=(None, None))
-    left = size.resolve()
+    budget, taken = size.resolve(), 0
     if on_device and reduce is None:
         # The memory that the kernel leaves is for factors of examples and for blocks.
-        structs = [leaf.struct(whole.totals) for leaf in whole.leaves]
-        left = max(left - num_bytes(structs), 0)
+        taken = num_bytes([leaf.struct(whole.totals) for leaf in whole.leaves])
+    left = max(budget - taken, 0)
     largest = max(whole.totals)
     if by_tiles:
         # Some blocks are being copied while the next one is computed.
@@ -414,7 +414,8 @@ def _sized(
         if any(rows.are_stored for rows in whole.rows):
             # Half of the memory is for rows that are read.
             left, one = left // 2, num_bytes([x.arrays for x in whole.structs((1, 1))])
-            check_at_least("block_size", left, one, "So much takes a row of each side.")
+            least = taken + 2 * (IN_FLIGHT + 1) * one
+            check_at_least("block_size", budget, least, "Blocks of a row take so much.")
             largest = min(largest, left // max(one, 1))
         size = MemoryBudget(max(left, 1))
     elif any(whole.bytes_kept):
