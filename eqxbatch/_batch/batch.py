@@ -81,9 +81,29 @@ def read_rows(x: Any, rows: slice) -> Any:
             f"Rows of {shown(x)} have masked entries, which stand for no number. Fill "
             "them: slices must return `numpy.ma.filled(rows, value)`."
         )
-    part = np.array(part) if is_stored(x) else np.asarray(part)
+    part = np.asarray(part)
     # JAX has no arrays of the other byte order.
-    return part.astype(part.dtype.newbyteorder("="), copy=False)
+    is_other = part.dtype != part.dtype.newbyteorder("=")
+    return copied(part) if is_other or is_stored(x) else part
+
+
+# Where XLA for CPUs takes arrays as they are.
+_ALIGNED = 64
+
+
+def copied(x: np.ndarray) -> np.ndarray:
+    """A copy that nobody writes to, and that JAX does not copy again on a CPU.
+
+    JAX shares memory that is aligned, even if it is told not to.
+    """
+    dtype = x.dtype.newbyteorder("=")
+    if dtype.hasobject:
+        return np.array(x)
+    memory = np.empty(x.nbytes + _ALIGNED, np.uint8)
+    start = -memory.ctypes.data % _ALIGNED
+    copy = memory[start : start + x.nbytes].view(dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
 
 
 def broadcast_axes(

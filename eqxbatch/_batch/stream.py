@@ -26,7 +26,7 @@ from .._base.mesh import is_explicit, names_of
 from .._base.platforms import compiled
 from .._base.trees import described, difference, shown
 from .accumulators import AbstractAccumulator, AbstractTotal, Concat
-from .batch import has_rows, read_rows, resolved
+from .batch import copied, has_rows, read_rows, resolved
 from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
 from .progress import AbstractProgressMeter, as_meter, metered
 from .store import (
@@ -457,8 +457,8 @@ def _put(sharding: Sharding | None, x: Any) -> Any:
     if not hasattr(x, "__array__"):
         return x
     if not isinstance(x, jax.Array):
-        # A loader may use its memory for the next batch. JAX would share it.
-        x = np.array(x)
+        # A loader may use its memory for the next batch.
+        x = copied(np.asarray(x))
         if sharding is not None:
             whole = _fitting(sharding, x)
             return jax.make_array_from_process_local_data(whole, x)
