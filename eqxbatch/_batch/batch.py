@@ -91,11 +91,12 @@ def read_rows(x: Any, rows: slice) -> Any:
 _ALIGNED = 64
 
 
-def copied(x: np.ndarray) -> np.ndarray:
+def copied(x: Any) -> np.ndarray:
     """A copy that nobody writes to, and that JAX does not copy again on a CPU.
 
     JAX shares memory that is aligned, even if it is told not to.
     """
+    x = np.asarray(x)
     dtype = x.dtype.newbyteorder("=")
     if dtype.hasobject:
         return np.array(x)

@@ -365,7 +365,7 @@ class OverBatches(AbstractTransform):
                 "or the like. Call it outside of them."
             )
         batches = _Slices(examples, self.batch_size)
-        batch = self._moved(batches[0])
+        batch = self._moved(batches[0], np.asarray)
         state = self.init(*leading, batch)
         result = self._finished(state, leading)
         leaves = jtu.tree_leaves(result)
@@ -401,7 +401,8 @@ class OverBatches(AbstractTransform):
             for number in numbers:
                 with _about(number):
                     batch = batches[number]
-                    state, rows = self.update(state, *leading, batch)
+                    moved = self._moved(batch, np.asarray)
+                    state, rows = self.update(state, *leading, moved)
                 for x in rows:
                     x.copy_to_host_async()
                 yield writer, number, rows, batch
@@ -428,21 +429,28 @@ class OverBatches(AbstractTransform):
         transform: Any = self.transform
         return resolved(transform)
 
-    def _moved(self, batch: Any) -> tuple:
-        """A batch as arguments, with its arrays on the device."""
+    def _moved(
+        self, batch: Any, of_host: Callable[[Any], np.ndarray] = copied
+    ) -> tuple:
+        """A batch as arguments, with its arrays on the device.
+
+        A loader may use its memory for the next batch, which `of_host` copies.
+        """
         batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        return jtu.tree_map(functools.partial(_put, self.sharding), batch)
+        return jtu.tree_map(functools.partial(_put, self.sharding, of_host), batch)
 
     def _each(self, batches: Any) -> Iterator[tuple]:
         """The batches, on the device."""
+        of_host: Callable = copied
         if self.batch_size is not None:
-            batches = _Slices(batches, self.batch_size)
+            # What is on disk was copied as it was read.
+            batches, of_host = _Slices(batches, self.batch_size), np.asarray
         num, iterator = operator.length_hint(batches) or None, iter(batches)
         with metered(self.progress, num, 0) as step:
             for i in itertools.count():
                 with _about(i):
                     batch = next(iterator, _END)
-                    batch = batch if batch is _END else self._moved(batch)
+                    batch = batch if batch is _END else self._moved(batch, of_host)
                 if batch is _END:
                     return
                 yield batch
@@ -452,13 +460,12 @@ class OverBatches(AbstractTransform):
 _END: Any = object()
 
 
-def _put(sharding: Sharding | None, x: Any) -> Any:
+def _put(sharding: Sharding | None, of_host: Callable, x: Any) -> Any:
     """An array on the devices; everything else as it is."""
     if not hasattr(x, "__array__"):
         return x
     if not isinstance(x, jax.Array):
-        # A loader may use its memory for the next batch.
-        x = copied(np.asarray(x))
+        x = of_host(x)
         if sharding is not None:
             whole = _fitting(sharding, x)
             return jax.make_array_from_process_local_data(whole, x)

@@ -217,8 +217,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
     is a single compiled program. It can be used inside `jax.jit`, `jax.vmap`,
     `jax.grad` and other transforms; reverse mode recomputes blocks instead of storing
     them. Otherwise, it is a Python loop over compiled blocks. After an error or Ctrl-C,
-    a run with an
-    [`eqxbatch.ZarrStore`][] can be resumed.
+    a run with an [`eqxbatch.ZarrStore`][] can be resumed.
 
     **Raises:**
 

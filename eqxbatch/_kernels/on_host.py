@@ -195,7 +195,7 @@ def in_turn(
             is_diagonal = grid.is_diagonal(tile)
             operands = (kernel, reduce, is_diagonal, pair, blocks.of(tile))
             states, num_nans = _step(operands, states)
-            # The count of the previous tile is available by now, so this does not wait.
+            # At most two tiles are being computed, with the blocks that these need.
             waiting.append(num_nans)
             if len(waiting) > 1:
                 step(jax.block_until_ready(waiting.popleft()))

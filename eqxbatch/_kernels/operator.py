@@ -533,9 +533,8 @@ class KernelOperator(AbstractTaggedOperator):
     Raises `ValueError` for a kernel without exactly two axes, for vectors with another
     number of rows, for an index out of range, for settings that a stored kernel does
     not take, for `progress` or examples on disk without a `store`, and for triangular
-    `tags`. Raises
-    `TypeError` for arguments of the wrong type, and `ImportError` without lineax, which
-    the extra `linalg` installs.
+    `tags`. Raises `TypeError` for arguments of the wrong type, and `ImportError`
+    without lineax, which the extra `linalg` installs.
 
     !!! example
 
