@@ -558,13 +558,15 @@ class SiteHessian(AbstractSiteMatrix):
     def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
         """Cotangent and operand of each site, and those `changes` that are not zero."""
         cotangents, operands, changes = factors
-        keys = _keys(self.program, use)
         known = (
-            self._at(changes, *key) if key in self.changes else None for key in keys
+            self._at(changes, z, i)
+            if i is not None and (z, i) in self.changes
+            else None
+            for z, i in _keys(self.program, use)
         )
         return [*kept_of(use, cotangents, operands), *known]
 
-    def _at(self, changes: list[list], z: int, i: int | None) -> Array:
+    def _at(self, changes: list[list], z: int, i: int) -> Array:
         """A derivative in one perturbation, of what `of_example` returns."""
         number = next(k for k, push in enumerate(self.pushes) if z in push)
         push, sizes = self.pushes[number], [x.size for x in self.program.perturbations]

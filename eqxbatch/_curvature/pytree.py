@@ -178,7 +178,7 @@ def flat_square(
     every = [blocks for _, blocks in groups]
     matrix = vary_as(every, jnp.zeros((starts[-1], starts[-1]), dtype))
 
-    def placed(matrix: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
+    def placed(matrix: Array, place: tuple[Array, Any]) -> tuple[Array, None]:
         block, corner = place
         return lax.dynamic_update_slice(matrix, block, corner), None
 
@@ -193,7 +193,7 @@ def flat_square(
         else:
             # This compiles faster than an operation for each block.
             corners = np.array([[starts[i] for i in pair] for pair in pairs], np.int32)
-            matrix, _ = lax.scan(placed, matrix, (blocks, corners))
+            matrix, _ = lax.scan(placed, matrix, (blocks, jnp.asarray(corners)))
     return mirrored(matrix)
 
 
@@ -315,14 +315,13 @@ def arranged(
 def _among(groups: Sequence[Group], numbers: range) -> Iterator[Group]:
     """Those blocks of some groups that belong to a range of leaves, from 0."""
     for pairs, blocks in groups:
-        chosen = [
-            i for i, pair in enumerate(pairs) if numbers.start <= pair[0] < numbers.stop
-        ]
+        chosen = [i for i, (first, _) in enumerate(pairs) if first in numbers]
+        if not chosen:
+            continue
         if len(chosen) < len(pairs):
-            blocks = blocks[np.array(chosen, int)]
-        if chosen:
-            local = [tuple(x - numbers.start for x in pairs[i]) for i in chosen]
-            yield local, blocks
+            blocks = blocks[np.array(chosen)]
+        start, places = numbers.start, (pairs[i] for i in chosen)
+        yield [(first - start, second - start) for first, second in places], blocks
 
 
 def by_pairs(

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -54,7 +55,7 @@ class Factor:
     """
 
     array: Any
-    has_examples: bool = dataclasses.field(metadata={"static": True}, default=True)
+    has_examples: bool = eqx.field(static=True, default=True)
 
     def vmap(self, fun: Callable[[Array], Array], num: int = 0) -> "Factor":
         """Applies `fun` to the factor of each example, and over `num` further axes."""

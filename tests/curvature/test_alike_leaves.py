@@ -177,3 +177,47 @@ def names_in(jaxpr):
 def test_the_program_grows_with_the_depth_and_not_with_its_square():
     for sizes in zip(*map(num_equations, (2, 4, 8)), strict=True):
         assert sizes[2] - sizes[1] <= 2.4 * (sizes[1] - sizes[0])
+
+
+class Stack(eqx.Module):
+    """Layers that are alike, a leaf without entries, and one between them."""
+
+    layers: list
+    empty: jax.Array
+    scale: jax.Array
+
+    def __init__(self, key):
+        layer = lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key, dtype=float)
+        self.layers = [layer(key) for key in jr.split(key, 4)]
+        self.empty, self.scale = jnp.zeros((0, 2)), jnp.ones(())
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x)) * self.scale
+        return jnp.sum(x) + jnp.sum(self.empty)
+
+
+@pytest.mark.usefixtures("x64")
+def test_flat_matrices_of_alike_layers():
+    """Blocks of alike pairs are placed together, among others and in several parts."""
+    model, x = Stack(jr.key(0)), normal(jr.key(1), (NUM, WIDTH), float)
+    loss = lambda model, x: model(x) ** 2
+
+    @eqx.filter_jit
+    def run(model):
+        settings = {"in_axes": 0, "method": "sites", "flat": True}
+        whole, _ = filter_hessian(loss, **settings)(model, x)
+        is_block = lambda x: isinstance(x, eqx.nn.Linear)
+        blocks = filter_hessian_blocks(loss, is_block=is_block, **settings)(model, x)
+        flat, unravel = ravel_pytree(model)
+        total = lambda flat: jnp.mean(jax.vmap(lambda x: loss(unravel(flat), x))(x))
+        return whole, blocks, jax.hessian(total)(flat)
+
+    whole, blocks, expected = run(model)
+    close(whole, expected)
+    size = WIDTH * (WIDTH + 1)
+    for i, (block, _) in enumerate(blocks.layers):
+        part = slice(i * size, (i + 1) * size)
+        close(block, expected[part, part])
+    assert blocks.empty[0].shape == (0, 0)
+    close(blocks.scale[0], expected[-1:, -1:])
