@@ -398,8 +398,8 @@ BREAKAGES = [
     Breakage(
         "`where` overrides `filter_spec`",
         "_batch/derivative.py",
-        "chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]",
-        "chosen = [i in numbers for i, _ in enumerate(chosen)]",
+        "x is not _OTHER and i in numbers",
+        "(x is not _OTHER or where is not None) and i in numbers",
         "tests/curvature -k 'where or filter_spec'",
     ),
     Breakage(

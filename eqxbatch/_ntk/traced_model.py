@@ -28,7 +28,7 @@ from .._base.platforms import products_of
 from .._base.trees import described, safe_zip, type_of
 from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
-from .._batch.derivative import Selection
+from .._batch.derivative import are_parameters, check_outputs
 from .._batch.loop import accumulated, Rows
 from .._kernels.kernel import BlockSize, check_block_size, Grid, Side, Sizes
 from .._sites.factors import contract, EXAMPLE, Labels, OTHER_EXAMPLE, Term
@@ -465,7 +465,7 @@ Name = tuple[str, int]
 class Request(eqx.Module):
     """What is asked of a model in each call: the settings of `EmpiricalNTK`.
 
-    - `selection`: the parameters, if they matter.
+    - `chosen`: the parameters, if they matter.
     - `mirror`: exchanges the two sides of kernels. It has the axes.
     - `traces_last`: whether the last axis is traced if an output has one besides the
         batch.
@@ -474,7 +474,7 @@ class Request(eqx.Module):
     - `metric`: that of the parameters; None for the identity.
     """
 
-    selection: Selection | None
+    chosen: "ChosenLeaves | None" = eqx.field(static=True)
     mirror: Mirror
     traces_last: bool = eqx.field(static=True)
     is_batched: bool = eqx.field(static=True)
@@ -516,11 +516,12 @@ class TracedModel(eqx.Module):
     def programs(self) -> list[TracedFunction]:
         """The program of an example of each side."""
         sides, model = self.sides, as_callable(self.model)
-        selection = self.request.selection
-        leaves: list[Array] = []
-        combine: Callable[[list], PyTree] = lambda _: model
-        if selection is not None:
-            leaves, combine = selection.split(model)
+        chosen = self.request.chosen
+        parameters, rest = None, model
+        if chosen is not None:
+            parameters, rest = partitioned(model, chosen)
+        leaves, treedef = jtu.tree_flatten(parameters)
+        combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
         arrays = jtu.tree_leaves(eqx.filter(self.sides, eqx.is_array))
         leaves = vary_as(arrays, leaves)
         programs: list[TracedFunction] = []
@@ -555,17 +556,7 @@ class TracedModel(eqx.Module):
         """The axes of each output and their roles in the kernel."""
         request = self.request
         leaves = jtu.tree_leaves_with_path(self.out)
-        for path, leaf in leaves:
-            is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-            if not is_array or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                got = f"dtype {leaf.dtype}" if is_array else f"{leaf!r}"
-                raise ValueError(
-                    f"The model must return arrays of an inexact dtype; got {got} for "
-                    f"output{jtu.keystr(path)}. Return only outputs that have a "
-                    "kernel."
-                )
-        if not leaves:
-            raise ValueError("The model must return at least one array; got none.")
+        check_outputs(self.out, "The model", "outputs that have a kernel")
         outs = [self.out, self.programs[-1].out]
         of = lambda x: (len(x.shape), str(x.dtype))
         kinds = [jtu.tree_map(of, out) for out in outs]
@@ -721,13 +712,45 @@ def as_callable(model: Any) -> Any:
     return StatefulModel(*model) if has_state(model) else model
 
 
-def selection_of(model: Any, where: Callable | None, filter_spec: PyTree) -> Selection:
+# The path of each leaf of a model, and whether it is a parameter.
+ChosenLeaves = tuple[tuple[str, bool], ...]
+
+
+def chosen_leaves(
+    model: Any, where: Callable | None, filter_spec: PyTree
+) -> ChosenLeaves:
     """The parameters of a model as a callable; those of its state do not count."""
-    if not isinstance(model, StatefulModel):
-        return Selection(model, where, filter_spec)
-    of_model = lambda both: both.model if where is None else where(both.model)
-    # A callable is a valid prefix, too.
-    return Selection(model, of_model, StatefulModel(filter_spec, False, False))
+    if isinstance(model, StatefulModel):
+        of_model = where
+        where = lambda both: both.model if of_model is None else of_model(both.model)
+        # A callable is a valid prefix, too.
+        filter_spec = StatefulModel(filter_spec, False, False)
+    chosen = are_parameters(model, where, filter_spec)
+    pairs = jtu.tree_leaves_with_path(chosen)
+    return tuple((jtu.keystr(path), is_chosen) for path, is_chosen in pairs)
+
+
+def partitioned(model: PyTree, chosen: ChosenLeaves) -> tuple[PyTree, PyTree]:
+    """The parameters of a model and the rest of it, as from `eqx.partition`.
+
+    Raises `ValueError` for another structure, or if a parameter is no array of an
+    inexact dtype any more. Shapes may differ, as within `jax.vmap`.
+    """
+    leaves, treedef = jtu.tree_flatten_with_path(model)
+    paths, before = [jtu.keystr(path) for path, _ in leaves], [x for x, _ in chosen]
+    wrong = sorted({*paths} ^ {*before})
+    if paths == before:
+        dtypes = [getattr(x, "dtype", bool) for _, x in leaves]
+        triples = safe_zip(paths, dtypes, (is_one for _, is_one in chosen))
+        is_inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
+        wrong = [path for path, x, is_one in triples if is_one and not is_inexact(x)]
+    if wrong or paths != before:
+        raise ValueError(
+            "The model has a different structure than when the kernel was created, "
+            f"or parameters of no inexact dtype: see its leaves {wrong or paths}. "
+            "Create a new kernel."
+        )
+    return eqx.partition(model, treedef.unflatten(is_one for _, is_one in chosen))
 
 
 def zero_outputs(model: TracedModel, *_: Any) -> PyTree[Array]:

@@ -35,7 +35,12 @@ from .._base.platforms import exact_products, products_of
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.accumulators import check_adds, check_real, Concat, Mean, Sum
 from .._batch.batch import as_block_size, as_microbatch_size, Batch, MemoryBudget, Size
-from .._batch.derivative import AbstractDerivative, like_parameters, split_examples
+from .._batch.derivative import (
+    AbstractDerivative,
+    check_outputs,
+    like_parameters,
+    split_examples,
+)
 from .._batch.loop import accumulated, is_accumulator, Rows
 from .._batch.transform import (
     AbstractSharded,
@@ -45,7 +50,7 @@ from .._batch.transform import (
     run_compiled,
     with_second,
 )
-from .._curvature.columns import check_outputs, with_both_modes
+from .._curvature.columns import with_both_modes
 from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.pytree import joined, Unravel
 from .._kernels.engine import on_device
@@ -125,7 +130,7 @@ def _checked(out: PyTree) -> PyTree:
     """The outputs of a residual function, as arrays."""
     is_number = lambda x: eqx.is_array_like(x) and not isinstance(x, int)
     out = jtu.tree_map(lambda x: jnp.asarray(x) if is_number(x) else x, out)
-    check_outputs(out, "residual", "the residuals, whose squares are summed")
+    check_outputs(out, "`residual`", "the residuals, whose squares are summed")
     return out
 
 
