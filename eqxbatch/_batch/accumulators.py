@@ -468,7 +468,9 @@ class VarianceState(eqx.Module):
         return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
 
 
-_SUMMARIES = _Total, VarianceState
+def is_summary(x: Any) -> bool:
+    """Whether this is what an `AbstractSummary` adds up."""
+    return isinstance(x, _Total | VarianceState)
 
 
 _Summary = TypeVar("_Summary", _Total, VarianceState)
@@ -485,7 +487,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
 
     def init(self, value: Any, blocks: Blocks) -> _Summary:
         block, struct = full_block(blocks, 0), value
-        if not isinstance(value, _SUMMARIES):
+        if not is_summary(value):
             struct = jax.eval_shape(lambda value: self.whole(value, block), value)
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return zeros.before(_most(blocks))
@@ -498,7 +500,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
     def summary(self, value: Any, block: Block) -> Any:
         """The summary of a microbatch, from its value."""
         # It is one already if it comes from `aggregate`.
-        return value if isinstance(value, _SUMMARIES) else self.whole(value, block)
+        return value if is_summary(value) else self.whole(value, block)
 
 
 class AbstractTotal(AbstractSummary[Any]):
@@ -735,22 +737,6 @@ class OfTotals(AbstractSummary[_Total]):
         return self.accumulator.aggregate(values, block)
 
 
-class OfMoments(AbstractSummary[VarianceState]):
-    """Mean and variance over examples, from those of each microbatch."""
-
-    leafwise = False
-    accumulator: Variance
-
-    def whole(self, value: Any, block: Block) -> VarianceState:
-        return value
-
-    def finalize(self, state: VarianceState) -> MeanAndVariance:
-        return self.accumulator.finalize(state)
-
-    def aggregate(self, values: Any, block: Block) -> Any:
-        return self.accumulator.aggregate(values, block)
-
-
 def _cast(
     name: str,
     value: Any,
@@ -855,11 +841,10 @@ def with_weights(arrays: list, axes: Sequence[int], weights: Array | None) -> _W
     return [*arrays, weights], (*axes, 0), split
 
 
-def rows_and_weights(
-    name: str, weights: Array | None, batch: Batch, blocks: Blocks
-) -> _Weighted:
-    """The rows of a batch and the weights of an accumulator of this name."""
-    check_real(name, weights, blocks.total)
+def rows_and_weights(accumulator: Any, batch: Batch, blocks: Blocks) -> _Weighted:
+    """The rows of a batch, and the weights of its examples if they are added up."""
+    weights = accumulator.weights if isinstance(accumulator, AbstractTotal) else None
+    check_real(type(accumulator).__name__, weights, blocks.total)
     return with_weights(batch.arrays, batch.axes, weights)
 
 

@@ -504,8 +504,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
             return sums([], None), per_example([])
-        name, weights = type(accumulator).__name__, accumulator.weights
-        arrays, axes, split = rows_and_weights(name, weights, loss.batch, blocks)
+        arrays, axes, split = rows_and_weights(accumulator, loss.batch, blocks)
 
         def run(
             rows: list, size: int, of_rows: Array | None

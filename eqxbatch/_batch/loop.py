@@ -32,6 +32,7 @@ from .accumulators import (
     AbstractAccumulator,
     AbstractSummary,
     Concat,
+    is_summary,
     Last,
     LogSumExp,
     Max,
@@ -277,7 +278,7 @@ class Slots:
         remaining = iter(results)
         parts = []
         for accumulator, part in self._parts:
-            if accumulator is None or accumulator.leafwise:
+            if accumulator is None or _is_leafwise(accumulator, part):
                 parts.append(with_arrays(part, remaining))
             else:
                 arrays, static = eqx.partition(part, is_struct)
@@ -323,7 +324,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
                 "arrays. Give an accumulator for them, such as `Concat()`."
             )
         first = sum(len(slot.indices) for slot in slots)
-        if acc.leafwise:
+        if _is_leafwise(acc, part):
             leaf = jtu.tree_structure(0)
             are_in_states = _are_in_states(arrays)
             for i, (sub, _) in enumerate(paths):
@@ -338,6 +339,11 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
+
+
+def _is_leafwise(accumulator: AbstractAccumulator, part: PyTree) -> bool:
+    """Whether an accumulator is for each array of a part; a summary is one value."""
+    return accumulator.leafwise and not is_summary(part)
 
 
 def _are_in_states(arrays: PyTree) -> list[bool]:
@@ -548,7 +554,7 @@ def _check_rows(
     for slot in slots:
         accumulator = slot.accumulator
         is_known = isinstance(accumulator, (Concat, *_OF_ONE_SHAPE))
-        if slot.per_example or not is_known:
+        if slot.per_example or not is_known or len(slot.indices) != 1:
             continue
         (index,) = slot.indices
         shape, rest_shape = full[index].shape, rest[index].shape

@@ -42,7 +42,7 @@ from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.platforms import exact_products, in_turn, platform, products_of
 from .._base.trees import described, safe_zip
-from .._batch.accumulators import VarianceState
+from .._batch.accumulators import is_summary, VarianceState
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss
 from .._sites.cost import Contraction, Method, plan
@@ -351,7 +351,7 @@ def gradients_by_sites(
             of_whole["gradient"] = jtu.tree_map(
                 lambda x: x.mean if is_mean else x.mean * x.count.astype(x.mean.dtype),
                 of_whole["moments"],
-                is_leaf=lambda x: isinstance(x, VarianceState),
+                is_leaf=is_summary,
             )
         else:
             of_whole["gradient"] = _total(example, sums, num, weights, is_mean)
