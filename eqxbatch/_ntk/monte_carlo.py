@@ -36,7 +36,7 @@ from .._kernels.engine import check_mesh, MeshAxis, on_devices
 from .._kernels.kernel import BlockSize, Keys
 from .._kernels.on_host import check_concrete, metered
 from .._maps.micro_vmap import MicroVmap
-from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP
+from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP, Examples
 from .traced_model import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
@@ -85,10 +85,6 @@ class _Moments(AbstractSummary[VarianceState]):
 def _map(fun: Callable, *states: PyTree[VarianceState]) -> PyTree:
     """`jax.tree.map`, with moments as leaves."""
     return jtu.tree_map(fun, *states, is_leaf=is_summary)
-
-
-# `x1`, `x2`, the key and keyword arguments of a call.
-Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
 
 
 class Average(eqx.Module):

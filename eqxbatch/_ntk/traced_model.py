@@ -22,6 +22,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import as_int, check_callable, check_equal
+from .._base.dtypes import is_complex
 from .._base.jaxprs import derivative_of_program, pushed, TracedFunction
 from .._base.mesh import vary_as
 from .._base.platforms import products_of
@@ -218,7 +219,7 @@ class OutputAxes:
 
     @property
     def is_complex(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.complexfloating)
+        return is_complex(self)
 
     @property
     def pairs_examples(self) -> bool:
@@ -412,51 +413,6 @@ def check_axes(name: str, axes: Any) -> tuple[int, ...]:
     return tuple(checked)
 
 
-def axis_roles(
-    path: str,
-    ndim: int,
-    batch: int | None,
-    trace_axes: tuple[int, ...],
-    diagonal_axes: tuple[int, ...],
-) -> list[Role]:
-    """The role of each axis of an output with `ndim` axes, including `batch`."""
-    roles: list[Role] = ["full"] * ndim
-    with_roles: dict[Role, tuple[int, ...]] = {
-        "trace": trace_axes,
-        "diagonal": diagonal_axes,
-    }
-    for role, axes in with_roles.items():
-        name = f"{role}_axes"
-        for axis in axes:
-            if not -ndim <= axis < ndim:
-                raise ValueError(
-                    f"`{name}` has the axis {axis}, which is out of range for "
-                    f"output{path}: it has {ndim} axes, including the batch axis. "
-                    f"Use `{name}=()` if it has no such axis."
-                )
-            if roles[axis] == role:
-                raise ValueError(
-                    f"`{name}` has axis {axis % ndim} of output{path} twice; got "
-                    f"{axes}. Name each axis once."
-                )
-            if roles[axis] != "full":
-                raise ValueError(
-                    f"Axis {axis % ndim} of output{path} is both in `trace_axes` "
-                    f"({trace_axes}) and in `diagonal_axes` ({diagonal_axes}). It can "
-                    "be in one of them only."
-                )
-            # The default axis is counted from the end.
-            if role == "trace" and axis < 0 and axis % ndim == batch:
-                raise ValueError(
-                    f"`trace_axes` has the axis {axis}, which is the batch axis "
-                    f"of output{path}. Use `trace_axes=()` for a model that returns a "
-                    f"scalar for each example, or `trace_axes={batch}` for the mean "
-                    "over the examples."
-                )
-            roles[axis] = role
-    return roles
-
-
 # The kind of a kernel ("nngp", "ntk", or "error" for a standard error), and the index
 # of the output.
 Name = tuple[str, int]
@@ -483,6 +439,44 @@ class Request(eqx.Module):
     num_probes: int | None = eqx.field(static=True)
     key: Array | None
     metric: Metric | None
+
+    def roles(self, path: str, ndim: int, batch: int | None) -> list[Role]:
+        """The role of each axis of an output with `ndim` axes, including `batch`."""
+        roles: list[Role] = ["full"] * ndim
+        is_scalar = self.traces_last and ndim == self.is_batched
+        trace_axes = () if is_scalar else self.mirror.trace_axes
+        pairs: list[tuple[Role, tuple[int, ...]]]
+        pairs = [("trace", trace_axes), ("diagonal", self.mirror.diagonal_axes)]
+        for role, axes in pairs:
+            name = f"{role}_axes"
+            for axis in axes:
+                if not -ndim <= axis < ndim:
+                    raise ValueError(
+                        f"`{name}` has the axis {axis}, which is out of range for "
+                        f"output{path}: it has {ndim} axes, including the batch axis. "
+                        f"Use `{name}=()` if it has no such axis."
+                    )
+                if roles[axis] == role:
+                    raise ValueError(
+                        f"`{name}` has axis {axis % ndim} of output{path} twice; got "
+                        f"{axes}. Name each axis once."
+                    )
+                if roles[axis] != "full":
+                    raise ValueError(
+                        f"Axis {axis % ndim} of output{path} is both in `trace_axes` "
+                        f"({trace_axes}) and in `diagonal_axes` ({axes}). It can "
+                        "be in one of them only."
+                    )
+                # The default axis is counted from the end.
+                if role == "trace" and axis < 0 and axis % ndim == batch:
+                    raise ValueError(
+                        f"`trace_axes` has the axis {axis}, which is the batch axis "
+                        f"of output{path}. Use `trace_axes=()` for a model that "
+                        "returns a scalar for each example, or "
+                        f"`trace_axes={batch}` for the mean over the examples."
+                    )
+                roles[axis] = role
+        return roles
 
 
 class TracedModel(eqx.Module):
@@ -583,10 +577,7 @@ class TracedModel(eqx.Module):
                         "that it has then."
                     )
                 batch %= ndim
-            is_scalar = request.traces_last and len(leaf.shape) == 0
-            trace_axes = () if is_scalar else request.mirror.trace_axes
-            name, diagonal_axes = jtu.keystr(path), request.mirror.diagonal_axes
-            roles = axis_roles(name, ndim, batch, trace_axes, diagonal_axes)
+            roles = request.roles(jtu.keystr(path), ndim, batch)
             if self.is_diagonal and batch is not None:
                 if roles[batch] == "trace":
                     raise ValueError(
