@@ -522,7 +522,6 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
 
         def slots(output: tuple, _: Any) -> Slots:
             of_examples = Concat() if array_structs(output[1]) else None
-            slots = as_slots((OfTotals(accumulator), of_examples), output)
-            return slots.with_states(output)
+            return as_slots((OfTotals(accumulator), of_examples), output)
 
-        return run_blocks(run, arrays, axes, blocks, slots, None, False)
+        return run_blocks(run, arrays, axes, blocks, slots)

@@ -505,10 +505,10 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             flagged = (
                 dataclasses.replace(slot, per_example=True) for slot in slots.slots
             )
-            return dataclasses.replace(slots, slots=[*flagged]).with_states(output)
+            return dataclasses.replace(slots, slots=[*flagged])
 
         blocks = self.blocks(batch, args, kwargs, batch.total())
-        return run_blocks(run, batch.arrays, batch.axes, blocks, slots, None, False)
+        return run_blocks(run, batch.arrays, batch.axes, blocks, slots)
 
     def _of_one(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         fun = self.loss_of(args, kwargs)

@@ -44,6 +44,7 @@ from .._batch.loop import (
     canonicalise,
     is_accumulator,
     is_number,
+    run_blocks,
     Slots,
 )
 from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_compiled
@@ -324,7 +325,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return gradients(*split(rows[num:], of_rows), rows[:num]), None
 
         arrays, axes = [*bounds, *arrays], (*[0] * num, *axes)
-        of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
+        limit = self.limit(blocks)
+        of_whole, of_each = run_blocks(run, arrays, axes, blocks, self.slots, limit)
         results = {**of_whole, **of_each}
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
