@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from .._base.checks import check_types, is_none, match_prefix
 from .._base.dtypes import (
+    common_power_of_two,
     exponent_of,
     into_range,
     is_in_range,
@@ -795,7 +796,7 @@ def _scaled(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
     if all(map(has_weights, sites)):
         weights = [weights_of(site, factors.values) for site in sites]
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
-        unit = power_of_two(functools.reduce(jnp.maximum, largest))
+        unit = common_power_of_two(largest)
         exponent += exponent_of(unit)
     scaled = factors.replaced([*operands], cotangents, unit)
     return exponent, separate._replace(factors=scaled)
@@ -830,10 +831,7 @@ def _have_size(sites: Sequence[Site], factors: Factors) -> bool:
 
 
 def _common_power(factors: Sequence[Factor]) -> Real[Array, " n"]:
-    largest = [largest_of_each(x.array) for x in factors]
-    dtype = widest(*(x.dtype for x in largest))
-    largest = (x.astype(dtype) for x in largest)
-    return power_of_two(functools.reduce(jnp.maximum, largest))
+    return common_power_of_two([largest_of_each(x.array) for x in factors])
 
 
 def _over(x: Factor, power: Array) -> Factor:

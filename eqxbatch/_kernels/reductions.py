@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_equal, check_fields
-from .._base.dtypes import common_dtype, power_of_two, widened
+from .._base.dtypes import common_dtype, is_complex, power_of_two, widened
 from .._base.platforms import exact_products
 from .._base.trees import safe_zip
 from .._batch.accumulators import complete, nothing_lost, plus
@@ -374,7 +374,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
     def __check_init__(self) -> None:
         check_fields(self)
         for name, y in safe_zip(("labels", "other_labels"), self._sides):
-            if jnp.issubdtype(y.dtype, jnp.complexfloating):
+            if is_complex(y):
                 raise TypeError(
                     f"`{name}` must be real numbers; got dtype {y.dtype}. Pass their "
                     "real and imaginary parts as columns."

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Integer, Key, PyTree, UInt32
 
 from .._base.checks import as_jax, check_at_least, check_fields
-from .._base.dtypes import common_dtype, widened
+from .._base.dtypes import common_dtype, is_complex, widened
 from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._curvature.kfac import (
@@ -447,7 +447,7 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
     """The metric of the parameters of a model, from what the user gives."""
     unravel = Unravel(parameters)
     structs = unravel.structs
-    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in structs):
+    if any(map(is_complex, structs)):
         raise ValueError(
             "`metric` is for real parameters, but some are complex. Leave them out "
             "with `where` or `filter_spec`."
@@ -482,9 +482,7 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         return Metric((MetricPart(every, coordinates, metric),), unravel)
     num = sum(unravel.sizes)
     metric = jtu.tree_map(as_jax, metric)
-    if any(
-        jnp.iscomplexobj(x) for x in jtu.tree_leaves(eqx.filter(metric, eqx.is_array))
-    ):
+    if any(map(is_complex, jtu.tree_leaves(eqx.filter(metric, eqx.is_array)))):
         raise ValueError("`metric` must be real, but it has complex entries.")
     is_array = eqx.is_array(metric) and jnp.issubdtype(metric.dtype, jnp.inexact)
     is_matrix = is_array and metric.shape == (num, num)
