@@ -203,6 +203,7 @@ class Loss(eqx.Module):
     arguments. With `holomorphic`, values are complex. `blocks` says how the batch is
     cut into microbatches; it is None for a single call. With an `axis_name`, the
     function couples the examples of a microbatch, and may return `(value, state)`.
+    `names` are those of the function, of `has_aux` and of its pair in messages.
     """
 
     fun: Callable
@@ -213,6 +214,7 @@ class Loss(eqx.Module):
     holomorphic: bool = False
     blocks: Blocks | None = None
     axis_name: Hashable | None = None
+    names: tuple[str, str, str] = ("fun", "has_aux", "(value, aux)")
 
     @property
     def parameters(self) -> PyTree:
@@ -233,15 +235,16 @@ class Loss(eqx.Module):
         """The output of the function, of any type, and aux."""
         (_, *rest), kwargs = self.batch.arguments(rows)
         first = eqx.combine(diff, self.nondiff)
-        out = called(self.fun, (first, *rest), kwargs)
+        fun, setting, pair = self.names
+        out = called(self.fun, (first, *rest), kwargs, f"`{fun}`")
         is_pair = isinstance(out, tuple) and len(out) == 2
         if not self.has_aux:
             has_state = self.axis_name is not None and is_pair and is_state(out[1])
             return out if has_state else (out, None)
         if not is_pair:
             raise ValueError(
-                "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
-                f"got {described(out)}."
+                f"With `{setting}=True`, `{fun}` must return a pair `{pair}`; got "
+                f"{described(out)}."
             )
         return out
 
