@@ -19,7 +19,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Key, PyTree, Shaped, UInt32
 
 from .._base.checks import AnyArray, called, check_equal, check_types, match_prefix
-from .._base.dtypes import is_complex
 from .._base.jaxprs import constants, is_struct, with_arrays
 from .._base.mesh import (
     explicit_mesh,
@@ -508,7 +507,7 @@ class AbstractBlockKernel(eqx.Module):
 
 def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """A combination of two arrays that does not depend on their order."""
-    if is_complex(x):
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.where(x == y, x, (x + y) / 2)
     return jnp.maximum(x, y)
 
