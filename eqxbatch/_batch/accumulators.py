@@ -391,7 +391,9 @@ def _identity(name: str, dtype: Any, sign: int) -> Any:
 _Value = Shaped[Array, "*r"]
 
 
-class Total(eqx.Module):
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Total:
     """A sum over examples, their total weight, and the dtype of the results.
 
     `lost` is what rounding took from both, if there are many microbatches.

@@ -99,7 +99,9 @@ _NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, Sum, Variance)
 _State = PyTree[Shaped[ArrayLike, "..."]]
 
 
-class OutputAccumulator(eqx.Module):
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OutputAccumulator:
     """One accumulator and the arrays of the output that it handles.
 
     `indices` are positions in the flat list of the output's arrays, and `treedef`

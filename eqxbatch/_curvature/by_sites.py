@@ -51,7 +51,6 @@ from .._base.jaxprs import (
     LINEAR_IN_ALL,
     name_of,
     run_jaxpr,
-    varying,
     with_trait,
 )
 from .._base.mesh import vary_as
@@ -146,7 +145,7 @@ class AbstractSiteMatrix(abc.ABC):
     ):
         self.program, self.contracted = program, contracted
         self.leaves, self.requested = program.leaves, requested
-        families = {leaf: self._family(leaf) for leaf in requested.leaves}
+        families = {leaf: contracted.family(leaf) for leaf in requested.leaves}
         alike: dict[Hashable, list[Pair]] = {}
         for pair in requested.pairs:
             first, second = pair
@@ -225,21 +224,6 @@ class AbstractSiteMatrix(abc.ABC):
 
         values = self.program.value_structs()
         return eqx.filter_eval_shape(count, factors, values)
-
-    def _family(self, leaf: int) -> Hashable:
-        """A key that is equal for leaves whose sites are equal functions."""
-        struct, program = self.leaves[leaf], self.contracted
-        key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
-        for site in program.sites_of(leaf):
-            view, rule, operand = site.view, site.rule, site.operand
-            structs = [program.perturbations[site.perturbation]]
-            if operand is not None:
-                structs.append(program.operands[operand])
-            key += [view.key, view.windows, rule.kind, rule.key, site.loops]
-            key += [(struct.shape, struct.dtype) for struct in structs]
-            if site.source is not None or view.reads:
-                key.append(leaf)
-        return tuple(key)
 
     def contracted_blocks(
         self, factors: Kept, values: list
@@ -530,8 +514,8 @@ class SiteHessian(AbstractSiteMatrix):
     def of_example(self, rows: list, weight: Array | None) -> Kept:
         """The cotangents, the operands, and the derivatives of pushes.
 
-        The latter are those of a cotangent or operand in a perturbation, by the indices
-        of both. Axis 0 has the entries of the perturbation.
+        The latter are those of the cotangents and operands that a push changes. Axis 0
+        has the entries of its perturbations.
         """
         program, closed = self.program, self._closed
         point = program.zeros(self.leaves, rows)
@@ -543,7 +527,7 @@ class SiteHessian(AbstractSiteMatrix):
             args = [*point, *self.leaves, *rows, seed]
             return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
-        outs, changes = run(point), dict[tuple[int, int], Array]()
+        outs, changes = run(point), []
         for push in self.pushes:
             numbers, zeros = self._pushed(push), [point[z] for z in push]
 
@@ -552,31 +536,41 @@ class SiteHessian(AbstractSiteMatrix):
                 return [outs[i] for i in numbers]
 
             product = functools.partial(jax.jvp, results, [zeros])
-            ends = [*itertools.accumulate(x.size for x in zeros)]
-            seeds = one_hot_seeds(jnp.arange(ends[-1]), zeros)
-            arrays = jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
-            for z, zero, end in safe_zip(push, zeros, ends):
-                of_entries = [x[end - zero.size : end] for x in arrays]
-                changes.update(safe_zip([(z, i) for i in numbers], of_entries))
+            seeds = one_hot_seeds(jnp.arange(sum(x.size for x in zeros)), zeros)
+            changes.append(
+                jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
+            )
         return outs[: len(point)], outs[len(point) :], changes
 
     def structs(self) -> Kept:
         cotangents = [*map(struct_of, self.program.perturbations)]
         operands = [*map(struct_of, self.program.operands)]
         every = [*cotangents, *operands]
-        changes = {
-            (z, i): struct_of(every[i], cotangents[z].size)
+        changes = [
+            [
+                struct_of(every[i], sum(cotangents[z].size for z in push))
+                for i in self._pushed(push)
+            ]
             for push in self.pushes
-            for z, i in itertools.product(push, self._pushed(push))
-        }
+        ]
         return cotangents, operands, changes
 
     def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
         """Cotangent and operand of each site, and those `changes` that are not zero."""
         cotangents, operands, changes = factors
         keys = _keys(self.program, use)
-        known = (changes[key] if key in self.changes else None for key in keys)
+        known = (
+            self._at(changes, *key) if key in self.changes else None for key in keys
+        )
         return [*kept_of(use, cotangents, operands), *known]
+
+    def _at(self, changes: list[list], z: int, i: int | None) -> Array:
+        """A derivative in one perturbation, of what `of_example` returns."""
+        number = next(k for k, push in enumerate(self.pushes) if z in push)
+        push, sizes = self.pushes[number], [x.size for x in self.program.perturbations]
+        start = sum(sizes[x] for x in push if x < z)
+        x = changes[number][self._pushed(push).index(i)]
+        return lax.slice_in_dim(x, start, start + sizes[z], axis=1)
 
     def costs_of_factors(
         self, num: int, factors: Kept, values: list

@@ -35,7 +35,7 @@ from .._base.jaxprs import (
     without_reverse_mode,
 )
 from .._base.mesh import error_if, sum_except
-from .._base.platforms import num_bytes, platform, products_of, unstack
+from .._base.platforms import num_bytes, platform, products_of
 from .._base.trees import described, log, safe_zip, shown
 from .._batch.batch import MemoryBudget
 from .._batch.derivative import AbstractOverExamples, check_value, Loss
@@ -684,7 +684,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         ]
         matrix = arranged(
             diff,
-            blocks.by_pairs(sums),
+            [*safe_zip(blocks.groups, sums)],
             is_block,
             flat=self.flat,
             is_diagonal=is_diagonal,
@@ -1197,14 +1197,6 @@ class CurvatureBlocks:
 
         arrays = [*self.curvature.leaves, *rows]
         return unless_cancelled(num_cancelled[None] > 0, arrays, sums, products)
-
-    def by_pairs(self, sums: list[Array]) -> dict[Pair, Inexact[Array, "..."]]:
-        """The requested blocks, from what `sums` returns."""
-        result = {}
-        separated = unstack(sums, self.curvature.leaves)
-        for pairs, blocks in safe_zip(self.groups, separated):
-            result.update(safe_zip(pairs, blocks))
-        return {pair: result[pair] for pair in self.requested.pairs}
 
     @property
     def groups(self) -> list[list[Pair]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import equinox as eqx
@@ -15,7 +15,8 @@ from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_types, checked
 from .._base.dtypes import common_dtype, is_complex
-from .._base.platforms import mirrored, runtime_indices
+from .._base.mesh import vary_as
+from .._base.platforms import mirrored, runtime_indices, unstack
 from .._base.trees import safe_zip, shown
 
 
@@ -27,6 +28,10 @@ _Arranged = Shaped[AnyArray | jax.ShapeDtypeStruct, "..."]
 
 
 Pair = tuple[int, int]
+
+
+# Pairs of leaves that are alike, and their blocks along axis 0.
+Group = tuple[list[Pair], Inexact[Array, "pairs ..."]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +163,7 @@ def square(
 
 
 def flat_square(
-    blocks: dict[Pair, Array], leaves: Sequence, *, is_whole: bool = False
+    groups: Sequence[Group], leaves: Sequence, *, is_whole: bool = False
 ) -> Inexact[Array, "n n"]:
     """A symmetric matrix, from its blocks on and above the diagonal.
 
@@ -168,17 +173,27 @@ def flat_square(
     starts = [0, *itertools.accumulate(sizes)]
     dtype = common_dtype(*(x.dtype for x in leaves))
     if len(leaves) == 1:
-        matrix = blocks[0, 0].reshape(*sizes, *sizes).astype(dtype)
+        matrix = groups[0][1].reshape(*sizes, *sizes).astype(dtype)
         return matrix if is_whole else mirrored(matrix)
-    matrix = jnp.zeros((starts[-1], starts[-1]), dtype)
-    first = next(iter(blocks.values()))
-    at_run_time = runtime_indices(starts, first.ravel()[:1])
-    for (row, column), block in blocks.items():
-        block = block.reshape(sizes[row], sizes[column]).astype(dtype)
-        corner = (at_run_time[row], at_run_time[column])
-        matrix = lax.dynamic_update_slice(
-            matrix, block, corner, allow_negative_indices=False
-        )
+    every = [blocks for _, blocks in groups]
+    matrix = vary_as(every, jnp.zeros((starts[-1], starts[-1]), dtype))
+
+    def placed(matrix: Array, place: tuple[Array, Array]) -> tuple[Array, None]:
+        block, corner = place
+        return lax.dynamic_update_slice(matrix, block, corner), None
+
+    at_run_time = runtime_indices(starts, every[0].ravel()[:1])
+    for pairs, blocks in groups:
+        first, second = pairs[0]
+        shape = (len(pairs), sizes[first], sizes[second])
+        blocks = blocks.reshape(shape).astype(dtype)
+        if len(pairs) == 1:
+            corner = [at_run_time[i] for i in pairs[0]]
+            matrix, _ = placed(matrix, (blocks[0], corner))
+        else:
+            # This compiles faster than an operation for each block.
+            corners = np.array([[starts[i] for i in pair] for pair in pairs], np.int32)
+            matrix, _ = lax.scan(placed, matrix, (blocks, corners))
     return mirrored(matrix)
 
 
@@ -256,7 +271,7 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
 
 def arranged(
     diff: PyTree,
-    pairs: dict[Pair, Array],
+    groups: Sequence[Group],
     is_block: Callable[[Any], bool] | None,
     *,
     flat: bool,
@@ -268,6 +283,7 @@ def arranged(
     With `is_whole`, nothing was gained by symmetry, so that a full matrix stays as it
     is below the diagonal.
     """
+    pairs = {} if flat and not is_diagonal else by_pairs(groups, jtu.tree_leaves(diff))
     if is_diagonal:
         leaves, treedef = jtu.tree_flatten(diff)
         if flat:
@@ -279,20 +295,43 @@ def arranged(
 
     def block(part: PyTree, numbers: range) -> Any:
         leaves, treedef = jtu.tree_flatten(part)
+        # A part without differentiated leaves has no matrix.
+        if flat and not leaves:
+            return None
+        if flat:
+            chosen = [*_among(groups, numbers)]
+            return flat_square(chosen, leaves, is_whole=is_whole), Unravel(part)
         blocks = {
             (first - numbers.start, second - numbers.start): pairs[first, second]
             for first, second in itertools.combinations_with_replacement(numbers, 2)
         }
-        if not flat:
-            return square(blocks, leaves, treedef, is_whole=is_whole)
-        # A part without differentiated leaves has no matrix.
-        if not leaves:
-            return None
-        return flat_square(blocks, leaves, is_whole=is_whole), Unravel(part)
+        return square(blocks, leaves, treedef, is_whole=is_whole)
 
     parts, treedef = jtu.tree_flatten(diff, is_leaf=is_block)
     numbers = leaves_of_parts(diff, is_block)
     return jtu.tree_unflatten(treedef, [*map(block, parts, numbers)])
+
+
+def _among(groups: Sequence[Group], numbers: range) -> Iterator[Group]:
+    """Those blocks of some groups that belong to a range of leaves, from 0."""
+    for pairs, blocks in groups:
+        chosen = [
+            i for i, pair in enumerate(pairs) if numbers.start <= pair[0] < numbers.stop
+        ]
+        if len(chosen) < len(pairs):
+            blocks = blocks[np.array(chosen, int)]
+        if chosen:
+            local = [tuple(x - numbers.start for x in pairs[i]) for i in chosen]
+            yield local, blocks
+
+
+def by_pairs(
+    groups: Sequence[Group], leaves: list
+) -> dict[Pair, Inexact[Array, "..."]]:
+    """The block of each pair; `leaves` are arguments of the program."""
+    separated = unstack([blocks for _, blocks in groups], leaves)
+    each = (safe_zip(pairs, x) for (pairs, _), x in safe_zip(groups, separated))
+    return dict(itertools.chain.from_iterable(each))
 
 
 def leaves_of_parts(

@@ -47,11 +47,12 @@ KEPT_AT_MOST = 0.9
 _EXAMPLES = {EXAMPLE, OTHER_EXAMPLE}
 
 
-class Cost(eqx.Module):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
     """The cost of a computation: floating-point operations, and bytes moved."""
 
-    flops: float = eqx.field(static=True, default=0.0)
-    bytes: float = eqx.field(static=True, default=0.0)
+    flops: float = 0.0
+    bytes: float = 0.0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.flops + other.flops, self.bytes + other.bytes)
@@ -199,7 +200,13 @@ def choose(program: Program) -> list[Contraction]:
 
     def norms(operands: list, cotangents: list, values: list) -> list[Cost | None]:
         factors = Factors(operands, cotangents, values=values)
-        return [_norm_cost(program, leaf, factors) for leaf in leaves]
+        # Leaves that are alike have the same cost.
+        families = [program.family(leaf) for leaf in leaves]
+        of_family = {
+            family: _norm_cost(program, leaf, factors)
+            for family, leaf in dict(zip(families, leaves, strict=True)).items()
+        }
+        return [of_family[family] for family in families]
 
     costs = eqx.filter_eval_shape(norms, *factors, program.value_structs())
     return [*map(functools.partial(_choose, program), leaves, costs)]

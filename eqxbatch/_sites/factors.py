@@ -15,9 +15,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import opt_einsum
 from jaxtyping import Array, Bool, Inexact, Integer, Real
 
@@ -44,7 +44,9 @@ OTHER_EXAMPLE: Label = ("example", 1)
 _Leaf = Array | jax.ShapeDtypeStruct  # Only the type matters.
 
 
-class Factor(eqx.Module):
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Factor:
     """One operand or cotangent of some examples.
 
     `has_examples` says whether axis 0 has the examples; otherwise the factor is shared
@@ -52,7 +54,7 @@ class Factor(eqx.Module):
     """
 
     array: Any
-    has_examples: bool = eqx.field(static=True, default=True)
+    has_examples: bool = dataclasses.field(metadata={"static": True}, default=True)
 
     def vmap(self, fun: Callable[[Array], Array], num: int = 0) -> "Factor":
         """Applies `fun` to the factor of each example, and over `num` further axes."""

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ from .._base.jaxprs import (
     SUMS,
     TracedFunction,
     unknown_parameters,
+    varying,
 )
 from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
 from .._base.trees import safe_zip
@@ -154,6 +155,23 @@ class Program:
 
     def sites_of(self, leaf: int) -> list[Site]:
         return self._by_leaf.get(leaf, [])
+
+    def family(self, leaf: int) -> Hashable:
+        """A key that is equal for leaves whose sites are equal functions."""
+        struct = self.leaves[leaf]
+        key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
+        key.append(leaf in self.fallbacks)
+        for site in self.sites_of(leaf):
+            view, rule, operand = site.view, site.rule, site.operand
+            structs = [self.perturbations[site.perturbation]]
+            if operand is not None:
+                structs.append(self.operands[operand])
+            key += [view.key, view.windows, rule.kind, rule.key, site.loops]
+            key += [(struct.shape, struct.dtype) for struct in structs]
+            key += [site.is_complex, site.is_coupled, site.is_reverse]
+            if site.source is not None or view.reads:
+                key.append(leaf)
+        return tuple(key)
 
     def with_jacobians(self, leaves: Sequence[int]) -> "Program":
         """Jacobians in place of the sites of some leaves, after the cotangents.

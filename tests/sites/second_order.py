@@ -24,6 +24,7 @@ from eqxbatch._curvature.curvature_matrices import (
     GaussNewtonCurvature,
     LossCurvature,
 )
+from eqxbatch._curvature.pytree import by_pairs
 from eqxbatch._sites.trace import Program
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
@@ -161,7 +162,9 @@ def _by_sites(
             if blocks.pairs:
                 by_sites = CurvatureBlocks(curvature, blocks, "sites", None)
                 sums = by_sites.sums(rows, None)
-                result[quantity] = [*by_sites.by_pairs(sums).values()]
+                groups = [*zip(by_sites.groups, sums, strict=True)]
+                of_pairs = by_pairs(groups, leaves)
+                result[quantity] = [of_pairs[pair] for pair in blocks.pairs]
             else:
                 result[quantity] = []
         return result
