@@ -95,6 +95,14 @@ def power_of_two(x: Real[Array, "*s"]) -> Real[Array, "*s"]:
     return jnp.where((x >= info.tiny) & jnp.isfinite(x), _two_to(exponent, x.dtype), 1)
 
 
+def common_power_of_two(arrays: Sequence[Real[Array, "*s"]]) -> Real[Array, "*s"]:
+    """The largest power of two up to the largest of some numbers, entry by entry."""
+    dtype = widest(*(x.dtype for x in arrays))
+    return power_of_two(
+        functools.reduce(jnp.maximum, (x.astype(dtype) for x in arrays))
+    )
+
+
 def exponent_of(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
     """The exponent of the largest power of two up to `x`, which is not negative."""
     info = jnp.finfo(x.dtype)

@@ -9,6 +9,8 @@ import jax.tree_util as jtu
 import lineax
 from jaxtyping import Array, Inexact
 
+from .dtypes import is_complex
+
 
 class AbstractTaggedOperator(lineax.AbstractLinearOperator):
     """A linear operator with tags that say what is known about its matrix."""
@@ -79,9 +81,8 @@ def _is_symmetric(operator: _Operator) -> bool:
     if operator.tags & {lineax.symmetric_tag, lineax.diagonal_tag}:
         return True
     leaves = jtu.tree_leaves(operator.in_structure())
-    is_complex = any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in leaves)
     # A complex matrix that is semidefinite is Hermitian.
-    return not is_complex and (
+    return not any(map(is_complex, leaves)) and (
         lineax.is_positive_semidefinite(operator)
         or lineax.is_negative_semidefinite(operator)
     )

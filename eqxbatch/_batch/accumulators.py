@@ -393,7 +393,7 @@ _Value = Shaped[Array, "*r"]
 
 @jtu.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Total:
+class Total:
     """A sum over examples, their total weight, and the dtype of the results.
 
     `lost` is what rounding took from both, if there are many microbatches.
@@ -404,19 +404,26 @@ class _Total:
     dtype: Any = eqx.field(static=True)
     lost: tuple[Any, Any] = (None, None)
 
-    def plus(self, value: "_Total") -> "_Total":
+    def plus(self, value: "Total") -> "Total":
         total, lost = plus(self.total, self.lost[0], value.total)
         if self.weight is None:
-            return _Total(total, None, self.dtype, (lost, None))
+            return Total(total, None, self.dtype, (lost, None))
         weight, lost_weight = plus(self.weight, self.lost[1], value.weight)
-        return _Total(total, weight, self.dtype, (lost, lost_weight))
+        return Total(total, weight, self.dtype, (lost, lost_weight))
 
-    def whole(self) -> "_Total":
+    def added(self, part: Array, shrinkage: Any = None) -> "Total":
+        """The sum with one more part, after a multiplication by `shrinkage`."""
+        shrunk = self
+        if shrinkage is not None:
+            shrunk = jtu.tree_map(lambda x: x * shrinkage, self)
+        return shrunk.plus(Total(part, None, self.dtype))
+
+    def whole(self) -> "Total":
         """The same, with each sum in one number."""
         total, weight = map(complete, (self.total, self.weight), self.lost)
-        return _Total(total, weight, self.dtype)
+        return Total(total, weight, self.dtype)
 
-    def before(self, num: int) -> "_Total":
+    def before(self, num: int) -> "Total":
         """The state before the first of `num` microbatches, from zeros."""
         lost = nothing_lost(self.total, num), nothing_lost(self.weight, num)
         return dataclasses.replace(self, lost=lost)
@@ -470,10 +477,12 @@ class VarianceState(eqx.Module):
         return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
 
 
-_SUMMARIES = _Total, VarianceState
+def is_summary(x: Any) -> bool:
+    """Whether this is what an `AbstractSummary` adds up."""
+    return isinstance(x, Total | VarianceState)
 
 
-_Summary = TypeVar("_Summary", _Total, VarianceState)
+_Summary = TypeVar("_Summary", Total, VarianceState)
 
 
 class AbstractSummary(AbstractAccumulator[_Summary]):
@@ -487,7 +496,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
 
     def init(self, value: Any, blocks: Blocks) -> _Summary:
         block, struct = full_block(blocks, 0), value
-        if not isinstance(value, _SUMMARIES):
+        if not is_summary(value):
             struct = jax.eval_shape(lambda value: self.whole(value, block), value)
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return zeros.before(_most(blocks))
@@ -500,7 +509,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
     def summary(self, value: Any, block: Block) -> Any:
         """The summary of a microbatch, from its value."""
         # It is one already if it comes from `aggregate`.
-        return value if isinstance(value, _SUMMARIES) else self.whole(value, block)
+        return value if is_summary(value) else self.whole(value, block)
 
 
 class AbstractTotal(AbstractSummary[Any]):
@@ -543,15 +552,15 @@ class Sum(AbstractTotal):
         ```
     """
 
-    def finalize(self, state: _Total) -> Shaped[Array, "*r"]:
+    def finalize(self, state: Total) -> Shaped[Array, "*r"]:
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
-    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Total:
+    def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> Total:
         _check_weights("Sum", self.weights, block.total)
         total, dtype = _cast("Sum", values, self.dtype, self.weights, inexact=False)
-        return _Total(_sum_of_rows(total, self.weights, block), None, dtype)
+        return Total(_sum_of_rows(total, self.weights, block), None, dtype)
 
-    def whole(self, value: Any, block: Block) -> _Total:
+    def whole(self, value: Any, block: Block) -> Total:
         if self.weights is not None:
             raise ValueError(
                 "Sum(weights=...) weights single examples, but here `fun` returns one "
@@ -559,7 +568,7 @@ class Sum(AbstractTotal):
                 "argument, and return the weighted sum."
             )
         total, dtype = _cast("Sum", value, self.dtype, None, inexact=False)
-        return _Total(total, None, dtype)
+        return Total(total, None, dtype)
 
 
 class Mean(AbstractTotal):
@@ -610,7 +619,7 @@ class Mean(AbstractTotal):
         remedy = "Weighted results can be larger than the results. Leave one out."
         check_exclusive(remedy, weights=self.weights, running=self.running or None)
 
-    def finalize(self, state: _Total | VarianceState) -> Inexact[Array, "*r"]:
+    def finalize(self, state: Total | VarianceState) -> Inexact[Array, "*r"]:
         if isinstance(state, VarianceState):
             return _mean_or_nan(state)
         total = widened(complete(state.total, state.lost[0]))
@@ -623,14 +632,14 @@ class Mean(AbstractTotal):
             return dataclasses.replace(whole, mean=_mean(whole.mean, block))
         total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
         weight = block_weight(total.dtype, self.weights, block)
-        return _Total(_sum_of_rows(total, self.weights, block), weight, dtype)
+        return Total(_sum_of_rows(total, self.weights, block), weight, dtype)
 
     def whole(self, value: Any, block: Block) -> Any:
         mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
         if self.running:
             return VarianceState(mean, None, block.num_new, None, dtype)
         weight = block_weight(mean.dtype, self.weights, block)
-        return _Total(mean * weight.astype(mean.dtype), weight, dtype)
+        return Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
 def is_running(accumulator: Any) -> bool:
@@ -717,36 +726,20 @@ class Variance(AbstractSummary[VarianceState]):
         )
 
 
-class OfTotals(AbstractSummary[_Total]):
+class OfTotals(AbstractSummary[Total]):
     """A sum or mean over examples, whose values are sums over a microbatch."""
 
     accumulator: Sum | Mean
 
-    def whole(self, value: Any, block: Block) -> _Total:
+    def whole(self, value: Any, block: Block) -> Total:
         accumulator = self.accumulator
         name, weights = type(accumulator).__name__, accumulator.weights
         wide, dtype = _cast(name, value, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
-            return _Total(wide, None, dtype)
-        return _Total(wide, block_weight(wide.dtype, weights, block), dtype)
+            return Total(wide, None, dtype)
+        return Total(wide, block_weight(wide.dtype, weights, block), dtype)
 
-    def finalize(self, state: _Total) -> Shaped[Array, "..."]:
-        return self.accumulator.finalize(state)
-
-    def aggregate(self, values: Any, block: Block) -> Any:
-        return self.accumulator.aggregate(values, block)
-
-
-class OfMoments(AbstractSummary[VarianceState]):
-    """Mean and variance over examples, from those of each microbatch."""
-
-    leafwise = False
-    accumulator: Variance
-
-    def whole(self, value: Any, block: Block) -> VarianceState:
-        return value
-
-    def finalize(self, state: VarianceState) -> MeanAndVariance:
+    def finalize(self, state: Total) -> Shaped[Array, "..."]:
         return self.accumulator.finalize(state)
 
     def aggregate(self, values: Any, block: Block) -> Any:
@@ -857,11 +850,10 @@ def with_weights(arrays: list, axes: Sequence[int], weights: Array | None) -> _W
     return [*arrays, weights], (*axes, 0), split
 
 
-def rows_and_weights(
-    name: str, weights: Array | None, batch: Batch, blocks: Blocks
-) -> _Weighted:
-    """The rows of a batch and the weights of an accumulator of this name."""
-    check_real(name, weights, blocks.total)
+def rows_and_weights(accumulator: Any, batch: Batch, blocks: Blocks) -> _Weighted:
+    """The rows of a batch, and the weights of its examples if they are added up."""
+    weights = accumulator.weights if isinstance(accumulator, AbstractTotal) else None
+    check_real(type(accumulator).__name__, weights, blocks.total)
     return with_weights(batch.arrays, batch.axes, weights)
 
 
@@ -948,16 +940,14 @@ class _LogTotal(eqx.Module):
 
 
 class _Exponentials(eqx.Module):
-    """A sum of `exp(x - shift)`, what rounding took from it, and the dtype of results.
+    """A sum of `exp(x - shift)`.
 
     A sum of logarithms would lose as much with each microbatch as their size allows.
     The shift is `-inf` before the first finite number; then nothing is subtracted.
     """
 
     shift: Any
-    total: Any
-    lost: Any
-    dtype: Any = eqx.field(static=True)
+    total: Total
 
 
 class LogSumExp(AbstractAccumulator[_Exponentials]):
@@ -994,8 +984,9 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         # Not even in half precision do sums overflow.
         total = widened(jnp.zeros(value.log_total.shape, value.log_total.dtype))
         shift = jnp.full_like(total.real, -jnp.inf)
-        lost = nothing_lost(total, _most(blocks))
-        return _Exponentials(shift, total, lost, value.dtype)
+        return _Exponentials(
+            shift, Total(total, None, value.dtype).before(_most(blocks))
+        )
 
     def update(
         self, state: _Exponentials, value: _LogTotal | Shaped[Array, "*r"], block: Block
@@ -1008,16 +999,14 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         # Without a shift, the sum is 0 or not finite.
         has_shift = state.shift != -jnp.inf
         scale = jnp.where(has_shift, jnp.exp(_finite(state.shift) - base), 1)
-        scale = scale.astype(state.total.dtype)
-        lost = None if state.lost is None else state.lost * scale
         part = jnp.exp(x - base.astype(x.dtype))
-        total, lost = plus(state.total * scale, lost, part)
-        return _Exponentials(shift, total, lost, state.dtype)
+        return _Exponentials(shift, state.total.added(part, scale.astype(x.dtype)))
 
     def finalize(self, state: _Exponentials) -> Inexact[Array, "*r"]:
-        log_total = _log(complete(state.total, state.lost), _finite(state.shift))
-        is_real = not jnp.issubdtype(state.dtype, jnp.complexfloating)
-        return (log_total.real if is_real else log_total).astype(state.dtype)
+        sums = state.total.whole()
+        log_total = _log(sums.total, _finite(state.shift))
+        is_real = not jnp.issubdtype(sums.dtype, jnp.complexfloating)
+        return (log_total.real if is_real else log_total).astype(sums.dtype)
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
         whole = self._whole(values)

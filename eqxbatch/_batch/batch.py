@@ -5,7 +5,6 @@ last one may be shorter. Their size is a number, or the largest one for which th
 compiled program fits into memory.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -869,12 +868,12 @@ def resolve_size(
         return choose()
     if key not in _SIZES:
         _SIZES[key] = choose()
-        while len(_SIZES) > _MAX_SIZES:
-            _SIZES.popitem(last=False)
+        if len(_SIZES) > _MAX_SIZES:
+            _SIZES.pop(next(iter(_SIZES)))
     return _SIZES[key]
 
 
-_SIZES: collections.OrderedDict[Any, int] = collections.OrderedDict()
+_SIZES: dict[Any, int] = {}
 
 
 _MAX_SIZES = 1024

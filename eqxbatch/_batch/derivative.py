@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.checks import called, check_types, no_arrays_remedy
 from .._base.dtypes import weighted_totals
-from .._base.jaxprs import array_structs, TracedFunction
+from .._base.jaxprs import array_structs, is_struct, TracedFunction
 from .._base.mesh import vary_as
 from .._base.trees import described, difference, safe_zip, shown
 from .accumulators import check_adds, Concat, Mean, OfTotals, rows_and_weights, Sum
@@ -30,74 +30,29 @@ from .loop import as_slots, run_blocks, Slots, types_of
 from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform, Model
 
 
-class Selection(eqx.Module):
-    """Which leaves of a model are its parameters."""
-
-    _is_parameter: tuple[bool, ...] = eqx.field(static=True)
-    _paths: tuple[str, ...] = eqx.field(static=True)
-
-    def __init__(
-        self,
-        model: PyTree,
-        where: Callable | None,
-        filter_spec: PyTree,
-        name: str = "`model`",
-    ):
-        self._paths = _paths(model)
-        if not any(map(eqx.is_inexact_array, jtu.tree_leaves(model))):
-            raise ValueError(
-                f"{name} has no arrays of an inexact dtype, so that there is nothing "
-                f"to differentiate; got {shown(model)}.{no_arrays_remedy(model)}"
-            )
-        selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
-        leaves = jtu.tree_leaves(model)
-        chosen = [x is not _OTHER for x in selected]
-        if where is not None:
-            numbers = _numbers(model, where)
-            chosen = [is_chosen and i in numbers for i, is_chosen in enumerate(chosen)]
-        self._is_parameter = tuple(
-            is_chosen and eqx.is_inexact_array(leaf)
-            for is_chosen, leaf in safe_zip(chosen, leaves)
+def are_parameters(
+    model: PyTree, where: Callable | None, filter_spec: PyTree, name: str = "`model`"
+) -> PyTree[bool]:
+    """Whether each leaf of a model is one of its parameters, as a PyTree like it."""
+    leaves, treedef = jtu.tree_flatten(model)
+    if not any(map(eqx.is_inexact_array, leaves)):
+        raise ValueError(
+            f"{name} has no arrays of an inexact dtype, so that there is nothing "
+            f"to differentiate; got {shown(model)}.{no_arrays_remedy(model)}"
         )
-        if not any(self._is_parameter):
-            raise ValueError(
-                "`where` and `filter_spec` leave no parameters: no array of an inexact "
-                "dtype is selected. Select the arrays that the derivative is to be "
-                "with respect to."
-            )
-
-    def partition(self, model: PyTree) -> tuple[PyTree, PyTree]:
-        """Splits a model into its parameters and the rest, as `eqx.partition` does.
-
-        Raises `ValueError` for another structure, or if a parameter is no array of an
-        inexact dtype any more. Shapes may differ, as within `jax.vmap`.
-        """
-        leaves, treedef = jtu.tree_flatten(model)
-        paths = _paths(model)
-        dtypes = [getattr(x, "dtype", bool) for x in leaves]
-        wrong = sorted({*paths} ^ {*self._paths})
-        if paths == self._paths:
-            triples = safe_zip(paths, dtypes, self._is_parameter)
-            is_inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
-            wrong = [path for path, x, y in triples if y and not is_inexact(x)]
-        if wrong or paths != self._paths:
-            raise ValueError(
-                "The model has a different structure than when the kernel was created, "
-                f"or parameters of no inexact dtype: see its leaves {wrong or paths}. "
-                "Create a new kernel."
-            )
-        return eqx.partition(model, jtu.tree_unflatten(treedef, self._is_parameter))
-
-    def split(self, model: PyTree) -> tuple[list[Array], Callable[[list], PyTree]]:
-        """The parameters, and a function that replaces them in the model."""
-        parameters, rest = self.partition(model)
-        leaves, treedef = jtu.tree_flatten(parameters)
-        combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
-        return leaves, combine
-
-
-def _paths(model: PyTree) -> tuple[str, ...]:
-    return tuple(jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(model))
+    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    numbers = range(len(leaves)) if where is None else _numbers(model, where)
+    chosen = [
+        x is not _OTHER and i in numbers and eqx.is_inexact_array(leaf)
+        for i, (x, leaf) in enumerate(safe_zip(selected, leaves))
+    ]
+    if not any(chosen):
+        raise ValueError(
+            "`where` and `filter_spec` leave no parameters: no array of an inexact "
+            "dtype is selected. Select the arrays that the derivative is to be "
+            "with respect to."
+        )
+    return jtu.tree_unflatten(treedef, chosen)
 
 
 _OTHER = object()
@@ -174,7 +129,7 @@ def parameters(
         ```
     """
     check_types({"where": where}, {"where": Callable | None}, always=True)
-    return Selection(model, where, filter_spec).partition(model)[0]
+    return eqx.filter(model, are_parameters(model, where, filter_spec))
 
 
 def split_examples(
@@ -248,6 +203,7 @@ class Loss(eqx.Module):
     arguments. With `holomorphic`, values are complex. `blocks` says how the batch is
     cut into microbatches; it is None for a single call. With an `axis_name`, the
     function couples the examples of a microbatch, and may return `(value, state)`.
+    `names` are those of the function, of `has_aux` and of its pair in messages.
     """
 
     fun: Callable
@@ -258,6 +214,7 @@ class Loss(eqx.Module):
     holomorphic: bool = False
     blocks: Blocks | None = None
     axis_name: Hashable | None = None
+    names: tuple[str, str, str] = ("fun", "has_aux", "(value, aux)")
 
     @property
     def parameters(self) -> PyTree:
@@ -278,15 +235,16 @@ class Loss(eqx.Module):
         """The output of the function, of any type, and aux."""
         (_, *rest), kwargs = self.batch.arguments(rows)
         first = eqx.combine(diff, self.nondiff)
-        out = called(self.fun, (first, *rest), kwargs)
+        fun, setting, pair = self.names
+        out = called(self.fun, (first, *rest), kwargs, f"`{fun}`")
         is_pair = isinstance(out, tuple) and len(out) == 2
         if not self.has_aux:
             has_state = self.axis_name is not None and is_pair and is_state(out[1])
             return out if has_state else (out, None)
         if not is_pair:
             raise ValueError(
-                "With `has_aux=True`, `fun` must return a pair `(value, aux)`; "
-                f"got {described(out)}."
+                f"With `{setting}=True`, `{fun}` must return a pair `{pair}`; got "
+                f"{described(out)}."
             )
         return out
 
@@ -376,6 +334,27 @@ def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Arr
     )
 
 
+def check_outputs(
+    out: PyTree, name: str = "`fun`", what: str = "what is to be differentiated"
+) -> list:
+    """The arrays or structs of an output.
+
+    Raises `ValueError` for anything else in it.
+    """
+    leaves = jtu.tree_leaves_with_path(out)
+    for path, x in leaves:
+        is_array = is_struct(x) or eqx.is_array(x)
+        if not is_array or not jnp.issubdtype(x.dtype, jnp.inexact):
+            got = f"dtype {x.dtype}" if is_array else described(x)
+            raise ValueError(
+                f"{name} must return arrays of an inexact dtype; got {got} for "
+                f"output{jtu.keystr(path)}. Return only {what}."
+            )
+    if not leaves:
+        raise ValueError(f"{name} must return at least one array; got none.")
+    return [x for _, x in leaves]
+
+
 def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
     """The arrays of a vector, which must match the differentiated leaves.
 
@@ -454,8 +433,8 @@ class AbstractDerivative(AbstractTransform):
         if isinstance(first, (float, complex)):
             first = jnp.asarray(first)  # A number counts as a scalar array.
         name = "The first argument, which the derivative is with respect to,"
-        selection = Selection(first, self.where, self.filter_spec, name)
-        diff, nondiff = selection.partition(first)
+        chosen = are_parameters(first, self.where, self.filter_spec, name)
+        diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)
         return diff, nondiff
@@ -528,8 +507,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
             return sums([], None), per_example([])
-        name, weights = type(accumulator).__name__, accumulator.weights
-        arrays, axes, split = rows_and_weights(name, weights, loss.batch, blocks)
+        arrays, axes, split = rows_and_weights(accumulator, loss.batch, blocks)
 
         def run(
             rows: list, size: int, of_rows: Array | None
@@ -547,7 +525,6 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
 
         def slots(output: tuple, _: Any) -> Slots:
             of_examples = Concat() if array_structs(output[1]) else None
-            slots = as_slots((OfTotals(accumulator), of_examples), output)
-            return slots.with_states(output)
+            return as_slots((OfTotals(accumulator), of_examples), output)
 
-        return run_blocks(run, arrays, axes, blocks, slots, None, False)
+        return run_blocks(run, arrays, axes, blocks, slots)

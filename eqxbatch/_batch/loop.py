@@ -32,6 +32,7 @@ from .accumulators import (
     AbstractAccumulator,
     AbstractSummary,
     Concat,
+    is_summary,
     Last,
     LogSumExp,
     Max,
@@ -279,7 +280,7 @@ class Slots:
         remaining = iter(results)
         parts = []
         for accumulator, part in self._parts:
-            if accumulator is None or accumulator.leafwise:
+            if accumulator is None or _is_leafwise(accumulator, part):
                 parts.append(with_arrays(part, remaining))
             else:
                 arrays, static = eqx.partition(part, is_struct)
@@ -325,7 +326,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
                 "arrays. Give an accumulator for them, such as `Concat()`."
             )
         first = sum(len(slot.indices) for slot in slots)
-        if acc.leafwise:
+        if _is_leafwise(acc, part):
             leaf = jtu.tree_structure(0)
             are_in_states = _are_in_states(arrays)
             for i, (sub, _) in enumerate(paths):
@@ -340,6 +341,11 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
+
+
+def _is_leafwise(accumulator: AbstractAccumulator, part: PyTree) -> bool:
+    """Whether an accumulator is for each array of a part; a summary is one value."""
+    return accumulator.leafwise and not is_summary(part)
 
 
 def _are_in_states(arrays: PyTree) -> list[bool]:
@@ -395,8 +401,8 @@ def run_blocks(
     axes: tuple[int, ...],
     blocks: Blocks,
     make_slots: Callable[[PyTree, Any], Slots],
-    limit: Any,
-    checkpoint: bool,
+    limit: Any = None,
+    checkpoint: bool = False,
 ) -> PyTree:
     """Runs `fun` over the microbatches of a batch and accumulates its results.
 
@@ -432,15 +438,21 @@ def run_blocks(
         output, aux = eqx.combine(struct, static)
         return jaxpr, output, aux
 
+    def slots_of(output: PyTree, aux: Any) -> Slots:
+        slots = make_slots(output, aux).with_states(output)
+        if isinstance(limit, int) and limit == 0:
+            _check_needs_none(slots)
+        return slots
+
     is_one = blocks.num_full == blocks.num == 1
     if is_one and limit is None and not checkpoint and passes is None:
-        return _at_once(fun, arrays, blocks, make_slots)
+        return _at_once(fun, arrays, blocks, slots_of)
     full, output, aux = trace(blocks.size)
     if blocks.overlaps and len(full.effects) > len(axis_names(full.jaxpr)):
         # Effects must not happen twice for an example.
         blocks = dataclasses.replace(blocks, overlaps=False)
         full, output, aux = trace(blocks.size)
-    slots = make_slots(output, aux)
+    slots = slots_of(output, aux)
     if blocks.num_full > 0 and blocks.remainder > 0 and not blocks.overlaps:
         remainder, remainder_output, _ = trace(blocks.remainder)
         _check_same(output, remainder_output, blocks)
@@ -521,6 +533,17 @@ def _at_once(
     return slots.combine(results)
 
 
+def _check_needs_none(slots: Slots) -> None:
+    """Raises for results that do not exist if no microbatch runs."""
+    for slot in slots.slots:
+        if isinstance(slot.accumulator, Last):
+            raise ValueError(
+                f"output{slot.path} comes from the last example that runs, because of "
+                "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
+                "that none runs. Run at least one microbatch."
+            )
+
+
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
     arrays, static = eqx.partition(output, is_struct)
     other_arrays, other_static = eqx.partition(remainder, is_struct)
@@ -550,7 +573,7 @@ def _check_rows(
     for slot in slots:
         accumulator = slot.accumulator
         is_known = isinstance(accumulator, (Concat, *_OF_ONE_SHAPE))
-        if slot.per_example or not is_known:
+        if slot.per_example or not is_known or len(slot.indices) != 1:
             continue
         (index,) = slot.indices
         shape, rest_shape = full[index].shape, rest[index].shape
@@ -668,27 +691,16 @@ class _Run(eqx.Module):
         of a `jax.shard_map`. The state must have that type from the start, although its
         values are the same everywhere. It is None for what is collected.
         """
-        states = [
-            None if is_collected else slot.init(value, self.blocks)
-            for slot, value, is_collected in safe_zip(
-                self.slots, values, self.collected
-            )
-        ]
+        init = lambda slot, value: slot.init(value, self.blocks)
+        states = self.carried(init, values)
         are_known = all(slot.is_known for slot in self.slots)
         on_mesh = any(map(is_on_mesh, [*self.arrays, *jtu.tree_leaves(values)]))
         if self.blocks.total == 0 or (are_known and not on_mesh):
             return states
         block = full_block(self.blocks, 0)
 
-        def updated(states: list, values: list) -> tuple[list, list]:
-            new = [
-                None if is_collected else slot.update(state, value, block)
-                for slot, state, value, is_collected in safe_zip(
-                    self.slots, states, values, self.collected
-                )
-            ]
-            return states, new
-
+        update = lambda slot, state, value: slot.update(state, value, block)
+        updated = lambda *both: (both[0], self.carried(update, *both))
         every = jax.eval_shape(updated, states, values)
         for slot, *before_and_after in safe_zip(self.slots, *every):
             slot.check_state(*before_and_after)
@@ -705,6 +717,15 @@ class _Run(eqx.Module):
         return [
             is_differentiated and isinstance(slot.accumulator, Concat)
             for slot in self.slots
+        ]
+
+    def carried(self, fun: Callable[..., Any], *lists: list) -> list:
+        """`fun(slot, ...)` for each slot; None for what is collected."""
+        return [
+            None if is_collected else fun(*slot_and_entries)
+            for is_collected, *slot_and_entries in safe_zip(
+                self.collected, self.slots, *lists
+            )
         ]
 
     def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
@@ -790,20 +811,17 @@ class _Run(eqx.Module):
 
     def updated(self, states: list, values: list, block: Block) -> list:
         """The states after one more microbatch."""
-        new_states = []
-        slots = safe_zip(self.slots, states, values, self.collected)
-        for slot, state, value, is_collected in slots:
-            if is_collected:
-                new_states.append(None)
-                continue
+
+        def update(slot: OutputAccumulator, state: Any, value: Any) -> Any:
             new = slot.update(state, value, block)
             # Values of microbatches past the limit are zero, and `Concat` writes these:
             # selecting between arrays would cost a copy.
             if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
                 choose = functools.partial(lax.select, block.index < self.limit)
                 new = jtu.tree_map(choose, new, state)
-            new_states.append(new)
-        return new_states
+            return new
+
+        return self.carried(update, states, values)
 
     def merged(self, slot: OutputAccumulator, stacked: Array) -> Array:
         """Undoes `cut`: merges the new axis 0 of microbatches with their rows."""
@@ -961,7 +979,7 @@ def accumulated(
     run = lambda arrays, size, _: (fun(arrays, size), None)
     slots = lambda output, _: as_slots(accumulator, output)
     with of_passes(None):
-        return run_blocks(run, rows.arrays, rows.axes, blocks, slots, None, False)
+        return run_blocks(run, rows.arrays, rows.axes, blocks, slots)
 
 
 class Pass(eqx.Module):

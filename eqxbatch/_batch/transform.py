@@ -34,9 +34,8 @@ from .._base.checks import bound_arguments, check_callable, check_types, check_u
 from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
 from .._base.platforms import compiled, number_types
 from .._base.trees import shown
-from .accumulators import Last
 from .batch import as_microbatch_size, Batch, Blocks, resolve_size, resolved, Size
-from .loop import current_passes, MicrobatchFunction, of_passes, run_blocks, Slots
+from .loop import current_passes, of_passes
 
 
 P = ParamSpec("P")
@@ -276,25 +275,9 @@ class AbstractEarlyStop(AbstractMicrobatched):
             return blocks.total
         return jnp.minimum(count * blocks.size, blocks.total)
 
-    def run(
-        self,
-        arrays: list,
-        axes: tuple[int, ...],
-        blocks: Blocks,
-        fun: MicrobatchFunction,
-        make_slots: Callable[[PyTree, Any], Slots],
-        checkpoint: bool = False,
-    ) -> PyTree:
-        """Runs `fun` over the microbatches of a batch; see `run_blocks`."""
-        limit = _check_limit(_as_index(self.num_real_microbatches), blocks.num)
-
-        def slots(output: PyTree, aux: Any) -> Slots:
-            slots_of = make_slots(output, aux).with_states(output)
-            if isinstance(limit, int) and limit == 0:
-                _check_needs_none(slots_of)
-            return slots_of
-
-        return run_blocks(fun, arrays, axes, blocks, slots, limit, checkpoint)
+    def limit(self, blocks: Blocks) -> int | Array | None:
+        """How many microbatches to run, as for `run_blocks`; None for all."""
+        return _check_limit(_as_index(self.num_real_microbatches), blocks.num)
 
 
 def _as_index(count: Any) -> int | Array | None:
@@ -315,17 +298,6 @@ def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
     if count is not None and not 0 <= count <= num:
         raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")
     return count
-
-
-def _check_needs_none(slots: Slots) -> None:
-    """Raises for results that do not exist if no microbatch runs."""
-    for slot in slots.slots:
-        if isinstance(slot.accumulator, Last):
-            raise ValueError(
-                f"output{slot.path} comes from the last example that runs, because of "
-                "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
-                "that none runs. Run at least one microbatch."
-            )
 
 
 def _signature(fun: Callable) -> inspect.Signature:

@@ -23,7 +23,7 @@ from .._base.platforms import for_platform, platform
 from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
 from .._batch.batch import Batch, explained_failure, unbatched
-from .._batch.derivative import Loss, Selection, split_examples
+from .._batch.derivative import are_parameters, Loss, split_examples
 from .._curvature.curvature_matrices import (
     filter_ggn,
     filter_hessian,
@@ -379,7 +379,7 @@ def explain_sites(
 
         ```
     """
-    diff, nondiff = Selection(model, where, filter_spec).partition(model)
+    diff, nondiff = eqx.partition(model, are_parameters(model, where, filter_spec))
     split = lambda axes, args, kwargs: split_examples(fun, axes, (model, *args), kwargs)
     batch, one = unbatched(args, kwargs), (args, kwargs)
     if in_axes is not None:

@@ -28,16 +28,15 @@ from .._base.dtypes import as_complex, as_real, common_dtype, is_complex, size_g
 from .._base.jaxprs import (
     Derivative,
     derivative_of,
-    is_struct,
     TracedFunction,
     without_forward_mode,
     without_reverse_mode,
 )
 from .._base.mesh import vary_as
-from .._base.trees import described, log, safe_zip
+from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import as_block_size, MemoryBudget, Size
-from .._batch.derivative import AbstractDerivative, check_has_batch
+from .._batch.derivative import AbstractDerivative, check_has_batch, check_outputs
 from .._batch.loop import accumulated, as_slots, Rows, run_blocks, Slots
 from .._batch.transform import (
     AbstractMicrobatched,
@@ -364,29 +363,6 @@ class AbstractColumns(AbstractReplicated):
         return self.fitting_size("block_size", total, args, kwargs, **settings)
 
 
-def check_outputs(
-    out: PyTree, name: str = "fun", what: str = "what is to be differentiated"
-) -> list:
-    """The arrays or structs of an output.
-
-    Raises `ValueError` for anything else in it.
-    """
-    arrays = []
-    for path, x in jtu.tree_leaves_with_path(out):
-        is_array = is_struct(x) or eqx.is_array(x)
-        if not is_array or not jnp.issubdtype(x.dtype, jnp.inexact):
-            got = f"dtype {x.dtype}" if is_array else described(x)
-            raise ValueError(
-                f"`{name}` must return arrays of an inexact dtype, as only these have "
-                f"a derivative; got {got} for output{jtu.keystr(path)}. Return only "
-                f"{what}."
-            )
-        arrays.append(x)
-    if not arrays:
-        raise ValueError(f"`{name}` must return at least one array; got none.")
-    return arrays
-
-
 def check_mode(mode: str, what: str, reason: str | None) -> None:
     """Raises `TypeError` if there is a reason why JAX does not have a chosen mode."""
     if mode != "auto" and reason is not None:
@@ -529,10 +505,10 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             flagged = (
                 dataclasses.replace(slot, per_example=True) for slot in slots.slots
             )
-            return dataclasses.replace(slots, slots=[*flagged]).with_states(output)
+            return dataclasses.replace(slots, slots=[*flagged])
 
         blocks = self.blocks(batch, args, kwargs, batch.total())
-        return run_blocks(run, batch.arrays, batch.axes, blocks, slots, None, False)
+        return run_blocks(run, batch.arrays, batch.axes, blocks, slots)
 
     def _of_one(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         fun = self.loss_of(args, kwargs)

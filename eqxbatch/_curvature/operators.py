@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
-from .._base.checks import checked
+from .._base.checks import check_at_least, checked
 from .._base.dtypes import common_dtype
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import error_if
@@ -432,11 +432,10 @@ class KroneckerOperator(AbstractSymmetricOperator):
     ):
         is_traced = isinstance(damping, Tracer)
         # A comparison of an array would be traced, too, inside `jax.jit`.
-        if not is_traced and not float(damping) >= 0:
-            raise ValueError(
-                f"`damping` must be at least 0; got {damping}. It is added to the "
-                "eigenvalues of a matrix that is positive semidefinite."
-            )
+        if not is_traced:
+            of_what = "the eigenvalues of a matrix that is positive semidefinite"
+            remedy = f"It is added to {of_what}."
+            check_at_least("damping", float(damping), 0, remedy)
         added = jnp.asarray(damping)
         checks = [
             (_is_askew(basis), _ASKEW)

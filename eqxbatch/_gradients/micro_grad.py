@@ -29,13 +29,12 @@ from .._base.trees import safe_zip, shown
 from .._batch.accumulators import (
     Concat,
     is_running,
+    is_summary,
     Mean,
-    OfMoments,
     OfTotals,
     rows_and_weights,
     Sum,
     Variance,
-    VarianceState,
 )
 from .._batch.batch import Blocks, is_state
 from .._batch.derivative import AbstractDerivative, like_parameters, Loss
@@ -45,6 +44,7 @@ from .._batch.loop import (
     canonicalise,
     is_accumulator,
     is_number,
+    run_blocks,
     Slots,
 )
 from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_compiled
@@ -312,8 +312,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
-        name = type(self.gradient_accumulator).__name__
-        arrays, axes, split = rows_and_weights(name, self.weights, batch, blocks)
+        accumulator = self.gradient_accumulator
+        arrays, axes, split = rows_and_weights(accumulator, batch, blocks)
         bounds, total = self._bounds_of_examples, batch.total()
         for bound in bounds:
             what = "The shape of a `clip_norm` with a bound for each example"
@@ -325,7 +325,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return gradients(*split(rows[num:], of_rows), rows[:num]), None
 
         arrays, axes = [*bounds, *arrays], (*[0] * num, *axes)
-        of_whole, of_each = self.run(arrays, axes, blocks, run, self.slots)
+        limit = self.limit(blocks)
+        of_whole, of_each = run_blocks(run, arrays, axes, blocks, self.slots, limit)
         results = {**of_whole, **of_each}
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
@@ -427,12 +428,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if of_whole and not (self.batched or is_running(accumulator)):
             of_whole["gradient"] = OfTotals(accumulator)
         if "moments" in of_whole:
-            is_summary = lambda x: isinstance(x, VarianceState)
-            of_whole["moments"] = jtu.tree_map(
-                lambda _: OfMoments(accumulators["moments"]),
-                output[0]["moments"],
-                is_leaf=is_summary,
-            )
+            of_leaf = lambda _: accumulators["moments"]
+            moments = output[0]["moments"]
+            of_whole["moments"] = jtu.tree_map(of_leaf, moments, is_leaf=is_summary)
         slots = as_slots((of_whole, of_each), output)
         # Results for each example come last.
         first, couples = len(array_structs(output[0])), self.axis_name is not None

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from .._base.checks import check_types, is_none, match_prefix
 from .._base.dtypes import (
+    common_power_of_two,
     exponent_of,
     into_range,
     is_in_range,
@@ -42,7 +43,7 @@ from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.platforms import exact_products, in_turn, platform, products_of
 from .._base.trees import described, safe_zip
-from .._batch.accumulators import VarianceState
+from .._batch.accumulators import is_summary, VarianceState
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss
 from .._sites.cost import Contraction, Method, plan
@@ -351,7 +352,7 @@ def gradients_by_sites(
             of_whole["gradient"] = jtu.tree_map(
                 lambda x: x.mean if is_mean else x.mean * x.count.astype(x.mean.dtype),
                 of_whole["moments"],
-                is_leaf=lambda x: isinstance(x, VarianceState),
+                is_leaf=is_summary,
             )
         else:
             of_whole["gradient"] = _total(example, sums, num, weights, is_mean)
@@ -795,7 +796,7 @@ def _scaled(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
     if all(map(has_weights, sites)):
         weights = [weights_of(site, factors.values) for site in sites]
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
-        unit = power_of_two(functools.reduce(jnp.maximum, largest))
+        unit = common_power_of_two(largest)
         exponent += exponent_of(unit)
     scaled = factors.replaced([*operands], cotangents, unit)
     return exponent, separate._replace(factors=scaled)
@@ -830,10 +831,7 @@ def _have_size(sites: Sequence[Site], factors: Factors) -> bool:
 
 
 def _common_power(factors: Sequence[Factor]) -> Real[Array, " n"]:
-    largest = [largest_of_each(x.array) for x in factors]
-    dtype = widest(*(x.dtype for x in largest))
-    largest = (x.astype(dtype) for x in largest)
-    return power_of_two(functools.reduce(jnp.maximum, largest))
+    return common_power_of_two([largest_of_each(x.array) for x in factors])
 
 
 def _over(x: Factor, power: Array) -> Factor:

@@ -27,7 +27,15 @@ from .._base.platforms import materialised
 from .._base.trees import safe_zip, shown
 from .._batch.batch import Block
 from .._batch.loop import Rows, types_of
-from .kernel import AbstractBlockKernel, balanced, Grid, KernelLeaf, SAMPLE, Tile
+from .kernel import (
+    AbstractBlockKernel,
+    balanced,
+    Grid,
+    KernelLeaf,
+    of_pairs,
+    SAMPLE,
+    Tile,
+)
 from .reductions import AbstractReduction
 
 
@@ -74,10 +82,10 @@ class Collector:
         if self.reduction is None:
             return jnp.zeros(self.leaf.struct(totals).shape, self.leaf.dtype)
         try:
-            neutral = {"neutral": self.reduction.neutral}
-            self._check(neutral, float | Shaped[ArrayLike, ""])
+            hint = float | Shaped[ArrayLike, ""]
+            self._check("neutral", self.reduction.neutral, hint)
             state = self.reduction.init(self._struct(totals))
-            self._check({"init(...)": state}, _State)
+            self._check("init(...)", state, _State)
         except (TypeError, ValueError) as e:
             e.add_note(f"This is about output{self.leaf.path}.")
             raise
@@ -97,7 +105,7 @@ class Collector:
             return self.leaf.written(state, tile, rows.start, columns.start)
         tile = _where(are_new, self.leaf.front(tile), reduction.neutral)
         state = reduction.update(state, tile, rows, columns)
-        self._check({"update(...)": state}, _State)
+        self._check("update(...)", state, _State)
         return state
 
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
@@ -107,12 +115,11 @@ class Collector:
         result = self.reduction.finalize(state)
         annotations = getattr(type(self.reduction).finalize, "__annotations__", {})
         struct = self._struct(totals)
-        self._check({"finalize(...)": result}, annotations.get("return", Any), struct)
+        self._check("finalize(...)", result, annotations.get("return", Any), struct)
         return result
 
-    def _check(self, result: dict[str, Any], hint: Any, kernel: Any = None) -> None:
+    def _check(self, name: str, value: Any, hint: Any, kernel: Any = None) -> None:
         """Raises if an attribute or a result of the reduction has another type."""
-        ((name, value),) = result.items()
         name = f"{type(self.reduction).__name__}.{name}"
         values, hints, remedies = {name: value}, {name: hint}, {}
         if kernel is not None:
@@ -611,18 +618,15 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
         # If the number of rows is odd, the halves overlap in one row, computed by both.
         first = [jnp.where(is_first, x, y) for x, y in safe_zip(computed, other)]
         second = [jnp.where(is_first, y, x) for x, y in safe_zip(computed, other)]
-        whole = []
-        for leaf, x, y in safe_zip(kernel.leaves, first, second):
-            row = leaf.axes[0]
-            if row is not None and leaf.is_pairwise:
-                rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
-                x = lax.concatenate([x, rest], row)
-            whole.append(x)
-        return [
-            # Per-example arrays have no mirror image.
-            jnp.where(is_first, x, y) if leaf.is_pairwise else x
-            for leaf, x, y in safe_zip(kernel.leaves, whole, kernel.mirror(whole))
-        ]
+
+        def joined(leaf: KernelLeaf, x: Array, y: Array) -> Array:
+            row: Any = leaf.axes[0]
+            rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
+            return lax.concatenate([x, rest], row)
+
+        whole = of_pairs(kernel.leaves, joined, first, second)
+        choose = lambda _, x, y: jnp.where(is_first, x, y)
+        return of_pairs(kernel.leaves, choose, whole, kernel.mirror(whole))
 
     if not grid.is_same:
         results = block(panel(index), others, False)
@@ -643,10 +647,8 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
 
     def placed(results: list[Array], part: list[Array], number: Any) -> list[Array]:
         """The rows of this device, with the columns of the panel of some device."""
-        return [
-            leaf.written(whole, x, 0, number * height) if leaf.is_pairwise else whole
-            for leaf, whole, x in safe_zip(kernel.leaves, results, part)
-        ]
+        put = lambda leaf, whole, x: leaf.written(whole, x, 0, number * height)
+        return of_pairs(kernel.leaves, put, results, part)
 
     results = placed(results, diagonal, index)
     for distance in range(1, num if not grid.is_symmetric else (num + 1) // 2):
@@ -660,11 +662,8 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
             results = placed(results, sent, (index - distance) % num)
     if grid.is_symmetric and num % 2 == 0:
         results = placed(results, opposite(), (index + num // 2) % num)
-    return [
-        # Per-example arrays come from the diagonal.
-        whole if leaf.is_pairwise else part
-        for leaf, whole, part in safe_zip(kernel.leaves, results, diagonal)
-    ]
+    # Per-example arrays come from the diagonal.
+    return of_pairs(kernel.leaves, lambda _, part, whole: whole, diagonal, results)
 
 
 def _sent(tile: list[Array], mesh_axis: MeshAxis, pairs: list) -> list[Array]:

@@ -314,6 +314,19 @@ class KernelLeaf:
         return jnp.moveaxis(tile, _LEADING, (row, column))
 
 
+def of_pairs(
+    leaves: Sequence[KernelLeaf], fun: Callable[..., Array], *tiles: Sequence[Array]
+) -> list[Array]:
+    """`fun(leaf, ...)` of the arrays of tiles that have an entry for each pair.
+
+    Others, with rows only or columns only, are those of the first tile.
+    """
+    return [
+        fun(leaf, *arrays) if leaf.is_pairwise else arrays[0]
+        for leaf, *arrays in safe_zip(leaves, *tiles)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class TileMirror:
     """Exchanges rows and columns of tiles, without holding arrays of the kernel.
@@ -333,10 +346,8 @@ class TileMirror:
     def __call__(self, tile: list[Array]) -> list[Array]:
         """The arrays of the mirror image of a tile."""
         if self.is_transpose:
-            return [
-                jnp.conj(leaf.transposed(x)) if leaf.is_pairwise else x
-                for leaf, x in safe_zip(self.leaves, tile)
-            ]
+            mirror = lambda leaf, x: jnp.conj(leaf.transposed(x))
+            return of_pairs(self.leaves, mirror, tile)
         arrays = jtu.tree_leaves(self.symmetric(_filled(self.out, tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         for leaf, x, y in safe_zip(self.leaves, tile, mirrored):
@@ -488,14 +499,10 @@ class AbstractBlockKernel(eqx.Module):
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric."""
         if self.symmetric is True:
-            return [
-                leaf.back(_symmetrised(leaf.front(x))) if leaf.is_pairwise else x
-                for leaf, x in safe_zip(self.leaves, tile)
-            ]
-        return [
-            _common(x, y) if leaf.is_pairwise else x
-            for leaf, x, y in safe_zip(self.leaves, tile, self.mirror(tile))
-        ]
+            one = lambda leaf, x: leaf.back(_symmetrised(leaf.front(x)))
+            return of_pairs(self.leaves, one, tile)
+        both = lambda _, x, y: _common(x, y)
+        return of_pairs(self.leaves, both, tile, self.mirror(tile))
 
 
 def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from .._base.checks import AnyArray, as_jax, checked
+from .._base.dtypes import is_complex
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import gathered, within_mesh
 from .._base.platforms import compiled, platform
@@ -604,8 +605,7 @@ class KernelOperator(AbstractTaggedOperator):
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
         if self.tags & triangular:
             raise ValueError("`tags` must not be triangular: a kernel is not.")
-        is_real = not jnp.issubdtype(self.matrix.struct.dtype, jnp.complexfloating)
-        if self.matrix.is_hermitian and is_real:
+        if self.matrix.is_hermitian and not is_complex(self.matrix.struct):
             self.tags |= {lineax.symmetric_tag}
 
     @checked
@@ -690,7 +690,7 @@ def _materialise(operator: KernelOperator) -> lineax.AbstractLinearOperator:
 
 @lineax.conj.register(KernelOperator)
 def _conjugate(operator: KernelOperator) -> lineax.AbstractLinearOperator:
-    if not jnp.issubdtype(operator.matrix.struct.dtype, jnp.complexfloating):
+    if not is_complex(operator.matrix.struct):
         return operator
     conjugated = MatrixView.of(operator.matrix, "is_conjugate")
     return eqx.tree_at(lambda x: x.matrix, operator, conjugated)

@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Inexact, Int, Shaped
 
 from .._base.checks import as_jax, check_at_least, check_equal, check_fields
-from .._base.dtypes import common_dtype, power_of_two, widened
+from .._base.dtypes import common_dtype, is_complex, power_of_two, widened
 from .._base.platforms import exact_products
 from .._base.trees import safe_zip
-from .._batch.accumulators import complete, nothing_lost, plus
+from .._batch.accumulators import Total
 from .._batch.batch import Block
 
 
@@ -123,35 +123,12 @@ def _with_rows(whole: _State, part: _State, rows: Block) -> _State:
     return jtu.tree_map(put, whole, part)
 
 
-class _Sum(eqx.Module):
-    """A sum in a wide dtype, and the dtype of the result.
-
-    `lost` is what rounding took from it, if there may be many parts.
-    """
-
-    total: Array
-    lost: Array | None
-    dtype: Any = eqx.field(static=True)
-
-    @staticmethod
-    def begun(zeros: Array, num: int, dtype: Any) -> "_Sum":
-        """A sum of at most `num` parts."""
-        return _Sum(zeros, nothing_lost(zeros, num), dtype)
-
-    def plus(self, part: Array, shrinkage: Any = None) -> "_Sum":
-        """The sum with one more part, after a multiplication by `shrinkage`."""
-        total, lost = self.total, self.lost
-        if shrinkage is not None:
-            total, lost = jtu.tree_map(lambda x: x * shrinkage, (total, lost))
-        total, lost = plus(total, lost, part)
-        return _Sum(total, lost, self.dtype)
-
-    @property
-    def whole(self) -> Array:
-        return complete(self.total, self.lost)
+def _begun(zeros: Array, num: int, dtype: Any) -> Total:
+    """A sum of at most `num` parts, and the dtype of the result."""
+    return Total(zeros, None, dtype).before(num)
 
 
-class KernelProduct(AbstractReduction[_Sum]):
+class KernelProduct(AbstractReduction[Total]):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
@@ -187,7 +164,7 @@ class KernelProduct(AbstractReduction[_Sum]):
     def neutral(self) -> float:
         return 0.0
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Sum:
+    def init(self, kernel: jax.ShapeDtypeStruct) -> Total:
         vectors = self.vectors
         what = "The number of rows of `vectors`"
         remedy = "It is the number of columns of the kernel."
@@ -195,24 +172,24 @@ class KernelProduct(AbstractReduction[_Sum]):
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
         wide = sum_dtype(jax.ShapeDtypeStruct((), dtype))
-        return _Sum.begun(jnp.zeros(shape, wide), kernel.shape[1], dtype)
+        return _begun(jnp.zeros(shape, wide), kernel.shape[1], dtype)
 
     def update(
-        self, state: _Sum, tile: MatrixTile, rows: Block, columns: Block
-    ) -> _Sum:
+        self, state: Total, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Total:
         vectors = columns.take(self.vectors).astype(state.dtype)
         tile, wide = tile.astype(state.dtype), state.total.dtype
         with exact_products():
             part = jnp.tensordot(
                 tile, vectors, ((1,), (0,)), preferred_element_type=wide
             )
-        return _with_rows(state, jtu.tree_map(rows.take, state).plus(part), rows)
+        return _with_rows(state, jtu.tree_map(rows.take, state).added(part), rows)
 
-    def merge(self, first: _Sum, second: _Sum) -> _Sum:
-        return first.plus(second.whole)
+    def merge(self, first: Total, second: Total) -> Total:
+        return first.plus(second.whole())
 
-    def finalize(self, state: _Sum) -> Shaped[Array, "n1 ..."]:
-        return state.whole.astype(state.dtype)
+    def finalize(self, state: Total) -> Shaped[Array, "n1 ..."]:
+        return state.whole().total.astype(state.dtype)
 
 
 class Norm(eqx.Module):
@@ -223,12 +200,12 @@ class Norm(eqx.Module):
     """
 
     largest: Array
-    squares: _Sum
+    squares: Total
 
     @staticmethod
     def begun(kernel: jax.ShapeDtypeStruct) -> "Norm":
         zero = jnp.zeros((), jnp.finfo(sum_dtype(kernel)).dtype)
-        return Norm(zero, _Sum.begun(zero, most_blocks(kernel), zero.dtype))
+        return Norm(zero, _begun(zero, most_blocks(kernel), zero.dtype))
 
     @property
     def scale(self) -> Inexact[Array, ""]:
@@ -252,15 +229,16 @@ class Norm(eqx.Module):
     def merged(self, other: "Norm") -> "Norm":
         largest = jnp.maximum(self.largest, other.largest)
         new = dataclasses.replace(self, largest=largest)
-        return self._plus(other.squares.whole * other.shrinkage(new) ** 2, new)
+        return self._plus(other.squares.whole().total * other.shrinkage(new) ** 2, new)
 
     def _plus(self, squares: Array, new: "Norm") -> "Norm":
-        return Norm(new.largest, self.squares.plus(squares, self.shrinkage(new) ** 2))
+        added = self.squares.added(squares, self.shrinkage(new) ** 2)
+        return Norm(new.largest, added)
 
     @property
     def root(self) -> Inexact[Array, ""]:
         """The norm, divided by `scale`."""
-        return jnp.sqrt(self.squares.whole)
+        return jnp.sqrt(self.squares.whole().total)
 
 
 class FrobeniusNorm(AbstractReduction[Norm]):
@@ -317,14 +295,14 @@ class _Alignment(eqx.Module):
     - `scales`: the largest label of the rows and that of the columns, as powers of two.
     """
 
-    inner: _Sum
+    inner: Total
     norm: Norm
     labels: Array
     scales: Array
 
     def plus(self, inner: Array, norm: Norm) -> "_Alignment":
         """The sums with one more inner product, at the scale of another norm."""
-        whole = self.inner.plus(inner, self.norm.shrinkage(norm))
+        whole = self.inner.added(inner, self.norm.shrinkage(norm))
         return dataclasses.replace(self, inner=whole, norm=norm)
 
 
@@ -374,7 +352,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
     def __check_init__(self) -> None:
         check_fields(self)
         for name, y in safe_zip(("labels", "other_labels"), self._sides):
-            if jnp.issubdtype(y.dtype, jnp.complexfloating):
+            if is_complex(y):
                 raise TypeError(
                     f"`{name}` must be real numbers; got dtype {y.dtype}. Pass their "
                     "real and imaginary parts as columns."
@@ -421,7 +399,7 @@ class KernelAlignment(AbstractReduction[_Alignment]):
         with exact_products():
             gram = [y.T @ y for y in flat]
         labels = jnp.sqrt(jnp.sum(gram[0] * gram[1]))
-        inner = _Sum.begun(zero, most_blocks(kernel), kernel.dtype)
+        inner = _begun(zero, most_blocks(kernel), kernel.dtype)
         return _Alignment(inner, Norm.begun(kernel), labels, jnp.stack(scales))
 
     def update(
@@ -443,10 +421,12 @@ class KernelAlignment(AbstractReduction[_Alignment]):
 
     def merge(self, first: _Alignment, second: _Alignment) -> _Alignment:
         norm = first.norm.merged(second.norm)
-        return first.plus(second.inner.whole * second.norm.shrinkage(norm), norm)
+        return first.plus(
+            second.inner.whole().total * second.norm.shrinkage(norm), norm
+        )
 
     def finalize(self, state: _Alignment) -> Inexact[Array, ""]:
-        alignment = state.inner.whole / (state.norm.root * state.labels)
+        alignment = state.inner.whole().total / (state.norm.root * state.labels)
         return alignment.astype(state.inner.dtype)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 from .._base.checks import AnyArray, check_at_least, check_types, checked
+from .._base.dtypes import is_complex
 from .._base.trees import described, log
 from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
 from .._batch.store import check_record, digest, read_json
@@ -560,9 +561,8 @@ def _checked_ridge(ridge: Any) -> float:
 
 def _checked_rank(rank: int | None, ridge: float, struct: Any) -> int:
     """The rank of the preconditioner, by default where there can be one."""
-    is_complex = jnp.issubdtype(struct.dtype, jnp.complexfloating)
     if rank is None:
-        return min(_RANK, struct.shape[0]) if ridge and not is_complex else 0
+        return min(_RANK, struct.shape[0]) if ridge and not is_complex(struct) else 0
     rank = int(rank)
     if not 0 <= rank <= struct.shape[0]:
         raise ValueError(
@@ -574,7 +574,7 @@ def _checked_rank(rank: int | None, ridge: float, struct: Any) -> int:
             "A preconditioner needs a `ridge` above 0, as a matrix of low rank has no "
             "inverse. Pass one, or leave `preconditioner_rank` out."
         )
-    if rank and is_complex:
+    if rank and is_complex(struct):
         raise ValueError(
             f"`preconditioner_rank` is for real kernels; got dtype {struct.dtype}. "
             "Leave it out."
@@ -598,7 +598,7 @@ def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]
         )
     right = np.asarray(y).reshape(struct.shape[0], math.prod(y.shape[1:]))
     right = right.astype(np.result_type(right.dtype, np.float64))
-    if jnp.issubdtype(struct.dtype, jnp.complexfloating):
+    if is_complex(struct):
         right = right.astype(np.complex128)
     if not np.all(np.isfinite(right)):
         raise ValueError("`y` must be finite; got NaNs or infinities.")
@@ -632,8 +632,7 @@ def _product(operator: "KernelOperator", ridge: float) -> Product:
     short = np.result_type(matrix.struct.dtype, np.float32)
 
     def product(vectors: np.ndarray, is_exact: bool) -> np.ndarray:
-        is_complex = np.iscomplexobj(vectors)
-        fast = np.result_type(short, np.complex64) if is_complex else short
+        fast = np.result_type(short, np.complex64) if is_complex(vectors) else short
         dtype = vectors.dtype if is_exact else fast
         with standard_promotion():
             image = matrix.product(vectors.astype(dtype))

@@ -26,7 +26,14 @@ from .._batch.batch import (
     spec_of_rows,
     split_batch,
 )
-from .._batch.loop import all_count_new, as_slots, of_state, OutputAccumulator, Slots
+from .._batch.loop import (
+    all_count_new,
+    as_slots,
+    of_state,
+    OutputAccumulator,
+    run_blocks,
+    Slots,
+)
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 
 
@@ -191,9 +198,9 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
                 slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
             )
 
-        return self.run(
-            batch.arrays, batch.axes, blocks, run, make_slots, self.checkpoint
-        )
+        arrays, axes = batch.arrays, batch.axes
+        limits = self.limit(blocks), self.checkpoint
+        return run_blocks(run, arrays, axes, blocks, make_slots, *limits)
 
     @property
     def overlaps(self) -> bool:
@@ -489,9 +496,9 @@ class Microbatch(AbstractMicrobatch[P, Out]):
         def make_slots(output: PyTree, _: None) -> Slots:
             return as_slots(self.accumulator, output)
 
-        return self.run(
-            batch.arrays, batch.axes, blocks, run, make_slots, self.checkpoint
-        )
+        arrays, axes = batch.arrays, batch.axes
+        limits = self.limit(blocks), self.checkpoint
+        return run_blocks(run, arrays, axes, blocks, make_slots, *limits)
 
     def _specs(self, out: PyTree, batch: Batch) -> PyTree:
         """The sharding of the results: that of the batch, if they have its rows."""

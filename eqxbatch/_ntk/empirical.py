@@ -18,7 +18,6 @@ from .._base.platforms import compiled
 from .._base.trees import import_extra
 from .._batch.accumulators import Concat
 from .._batch.batch import MemoryBudget, resolve_size
-from .._batch.derivative import Selection
 from .._batch.store import Store
 from .._batch.stream import over_batches
 from .._kernels.batch_kernel import AbstractStored, computed
@@ -47,11 +46,13 @@ from .traced_model import (
     AbstractParameterKernel,
     as_callable,
     check_get,
+    chosen_leaves,
+    ChosenLeaves,
     Get,
     kernel_product,
     Name,
+    partitioned,
     Request,
-    selection_of,
     TracedModel,
     zero_outputs,
 )
@@ -143,18 +144,18 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     """An empirical kernel: a kernel function with a model."""
 
     model: Callable | tuple[Callable, eqx.nn.State]
-    _selection: Selection | None = eqx.field(init=False, repr=False)
+    _chosen: ChosenLeaves | None = eqx.field(static=True, init=False, repr=False)
     # Which kernels, as for `TracedModel`; None if each call says it.
     _get: eqx.AbstractClassVar[Any]
 
     def __post_init__(self) -> None:
         # Once, and not in each call: it looks at all leaves. Later, the model may have
         # other arrays, but not another structure.
-        model, self._selection = as_callable(self.model), None
+        model, self._chosen = as_callable(self.model), None
         if isinstance(self, AbstractParameterKernel):
-            self._selection = selection_of(model, self.where, self.filter_spec)
+            self._chosen = chosen_leaves(model, self.where, self.filter_spec)
             if isinstance(self, AbstractMetricKernel) and self.metric is not None:
-                parameters, _ = self._selection.partition(model)
+                parameters, _ = partitioned(model, self._chosen)
                 self.metric = metric_of(self.metric, parameters)
 
     def __check_init__(self) -> None:
@@ -165,7 +166,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     @functools.cached_property
     def _request(self) -> Request:
         return Request(
-            self._selection,
+            self._chosen,
             self.symmetric,
             self.traces_last,
             self.in_axes is not None,

@@ -6,7 +6,6 @@ metric has its own leaves.
 
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Inexact, Integer, Key, PyTree, UInt32
 
 from .._base.checks import as_jax, check_at_least, check_fields
-from .._base.dtypes import common_dtype, widened
+from .._base.dtypes import common_dtype, is_complex, widened
 from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._curvature.kfac import (
@@ -35,7 +34,7 @@ from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors, gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
 from .._sites.shared import leaf_view
-from .._sites.site import leaf_site, Rule, Site
+from .._sites.site import Axes, leaf_site, Rule, Site
 from .._sites.trace import Program
 
 
@@ -320,29 +319,17 @@ class InMetric:
             ]
         self.program = self._in_coordinates()
 
-    def factors(
-        self,
-        operands: list[Array],
-        cotangents: list[Array],
-        lead: tuple[int, ...],
-        values: list,
-    ) -> tuple[list[Array], list[Array]]:
-        """Operands and cotangents of one example.
-
-        Cotangents have axes of the sizes `lead` first, those of outputs.
-        """
-        of_parts = self._pairs(operands, cotangents, lead, values)
-        pairs = [*itertools.chain(*of_parts)]
-        return [a for a, _ in pairs if a is not None], [d for _, d in pairs]
-
-    def _pairs(
+    def pairs(
         self,
         operands: list[Array],
         cotangents: list[Array],
         lead: tuple[int, ...],
         values: list,
     ) -> list[list[tuple[Array | None, Array]]]:
-        """Operand and cotangent of each site of each part."""
+        """Operand and cotangent of one example, for each site of each part.
+
+        Cotangents have axes of the sizes `lead` first, those of outputs.
+        """
         num, vectors = len(lead), math.prod(lead)
         flat = [x.reshape(1, vectors, *x.shape[num:]) for x in cotangents]
         one = [x[None] for x in operands]
@@ -404,7 +391,7 @@ class InMetric:
         cotangents: list = []
         original = self._original
         structs = original.operands, original.perturbations, original.value_structs()
-        run = lambda operands, cotangents, values: self._pairs(
+        run = lambda operands, cotangents, values: self.pairs(
             operands, cotangents, (), values
         )
         for number, pairs in enumerate(jax.eval_shape(run, *structs)):
@@ -418,10 +405,7 @@ class InMetric:
             assert layout is not None
             leaves.append(jax.ShapeDtypeStruct(layout.sizes, d.dtype))
             for use, (a, d) in safe_zip(self._uses[number], pairs):
-                if use.site.rule.token is not None:
-                    rule = _token_rule(a.shape[0], layout.sizes)
-                else:
-                    rule = _product_rule(a.shape[0], layout.sizes, use.is_swapped)
+                rule = _rule(a.shape[0], layout.sizes, use)
                 view = leaf_view(number, leaves[-1])
                 sites.append(Site(view, rule, len(cotangents), len(operands), False))
                 operands.append(a)
@@ -441,34 +425,29 @@ def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
     return all(is_lookup(use) is is_counted for use in uses)
 
 
-def _product_rule(num: int, shape: tuple[int, ...], is_swapped: bool) -> Rule:
-    """A batch of matrices that meets an operand at several positions."""
-    axes = ("batch", "rows", "columns")
-    sides = ("position", "batch", "columns"), ("position", "batch", "rows")
-    of_a, of_d = sides[::-1] if is_swapped else sides
+def _rule(num: int, shape: tuple[int, ...], use: AxisRoles) -> Rule:
+    """A batch of matrices that meets operands, or tokens, at several positions."""
+    axes, token = ("batch", "rows", "columns"), None
+    of_a: Axes = ("position", "batch", "columns")
+    of_d: Axes = ("position", "batch", "rows")
+    if use.is_swapped:
+        of_a, of_d = of_d, of_a
     sizes = {"position": num, **dict(safe_zip(axes, shape))}
-    names = {"position": "p", "batch": "b", "rows": "r", "columns": "c"}
-    letters = lambda axes: "".join(names[axis] for axis in axes)
+    letters = lambda axes: "".join(axis[0] for axis in axes)
     equation = f"{letters(of_a)},{letters(axes)}->{letters(of_d)}"
-    op = functools.partial(jnp.einsum, equation)
-    return Rule("metric", op, None, of_a, of_d, axes, sizes, key=f"{sizes}{is_swapped}")
-
-
-def _token_rule(num: int, shape: tuple[int, ...]) -> Rule:
-    """A matrix whose columns are looked up at several positions."""
-    axes = ("batch", "rows", "columns")
-    op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
-    sizes = {"position": num, **dict(safe_zip(axes, shape))}
-    of_d = ("position", "batch", "rows")
-    rule = Rule("metric", op, None, ("position",), of_d, axes, sizes, key=f"{sizes}")
-    return dataclasses.replace(rule, token="columns")
+    op: Callable[[Any, Array], Array] = functools.partial(jnp.einsum, equation)
+    if use.site.rule.token is not None:
+        op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
+        of_a, token = ("position",), "columns"
+    key = f"{sizes}{token}{use.is_swapped}"
+    return Rule("metric", op, None, of_a, of_d, axes, sizes, token=token, key=key)
 
 
 def metric_of(metric: Any, parameters: PyTree) -> Metric:
     """The metric of the parameters of a model, from what the user gives."""
     unravel = Unravel(parameters)
     structs = unravel.structs
-    if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in structs):
+    if any(map(is_complex, structs)):
         raise ValueError(
             "`metric` is for real parameters, but some are complex. Leave them out "
             "with `where` or `filter_spec`."
@@ -503,9 +482,7 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         return Metric((MetricPart(every, coordinates, metric),), unravel)
     num = sum(unravel.sizes)
     metric = jtu.tree_map(as_jax, metric)
-    if any(
-        jnp.iscomplexobj(x) for x in jtu.tree_leaves(eqx.filter(metric, eqx.is_array))
-    ):
+    if any(map(is_complex, jtu.tree_leaves(eqx.filter(metric, eqx.is_array)))):
         raise ValueError("`metric` must be real, but it has complex entries.")
     is_array = eqx.is_array(metric) and jnp.issubdtype(metric.dtype, jnp.inexact)
     is_matrix = is_array and metric.shape == (num, num)

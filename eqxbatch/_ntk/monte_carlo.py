@@ -23,8 +23,8 @@ from .._base.mesh import gathered, is_explicit
 from .._base.platforms import compiled, in_opaque_branch, opaque_true
 from .._base.trees import described, safe_zip, shown, type_of
 from .._batch.accumulators import (
-    AbstractAccumulator,
     AbstractSummary,
+    is_summary,
     Mean,
     Variance,
     VarianceState,
@@ -36,7 +36,7 @@ from .._kernels.engine import check_mesh, MeshAxis, on_devices
 from .._kernels.kernel import BlockSize, Keys
 from .._kernels.on_host import check_concrete, metered
 from .._maps.micro_vmap import MicroVmap
-from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP
+from .empirical import checked_constructor, EmpiricalKernel, EmpiricalNNGP, Examples
 from .traced_model import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
@@ -67,16 +67,13 @@ class MonteCarloEstimate(NamedTuple):
     num_samples: int
 
 
-class _Moments(AbstractAccumulator[VarianceState]):
+class _Moments(AbstractSummary[VarianceState]):
     """Accumulates moments without finalizing them, to be merged with others."""
 
     moments: AbstractSummary
 
-    def init(self, value: Any, blocks: Any) -> VarianceState:
-        return self.moments.init(value, blocks)
-
-    def update(self, state: VarianceState, value: Any, block: Any) -> VarianceState:
-        return self.moments.update(state, value, block)
+    def whole(self, value: Any, block: Any) -> VarianceState:
+        return self.moments.whole(value, block)
 
     def finalize(self, state: VarianceState) -> Any:
         return state.whole()
@@ -87,15 +84,7 @@ class _Moments(AbstractAccumulator[VarianceState]):
 
 def _map(fun: Callable, *states: PyTree[VarianceState]) -> PyTree:
     """`jax.tree.map`, with moments as leaves."""
-    return jtu.tree_map(fun, *states, is_leaf=_is_spread)
-
-
-def _is_spread(x: Any) -> bool:
-    return isinstance(x, VarianceState)
-
-
-# `x1`, `x2`, the key and keyword arguments of a call.
-Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
+    return jtu.tree_map(fun, *states, is_leaf=is_summary)
 
 
 class Average(eqx.Module):
@@ -383,7 +372,7 @@ class Moments:
         if self.run_blocks is not None:
             one = self.average.of_blocks(0, 1, "moments", per_batch=1)
             xp, like = np, eqx.filter_eval_shape(one.moments, self.examples)
-        spreads, treedef = jtu.tree_flatten(like, is_leaf=_is_spread)
+        spreads, treedef = jtu.tree_flatten(like, is_leaf=is_summary)
         try:
             moments_of = [treedef.flatten_up_to([*part]) for part in parts]
         except ValueError as e:

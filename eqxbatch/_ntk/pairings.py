@@ -9,6 +9,7 @@ that are used at many positions, such as those of convolutions.
 import abc
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -191,11 +192,12 @@ class ExampleFactors:
             values = program.values(leaves)
             if in_metric is None:
                 return outs, a, pulled, values
-            both = [
-                in_metric.factors(a, d, lead, values)
+            pairs = [
+                [*itertools.chain(*in_metric.pairs(a, d, lead, values))]
                 for d, lead in safe_zip(pulled, leads)
             ]
-            return outs, both[0][0], [d for _, d in both], []
+            operands = [a for a, _ in pairs[0] if a is not None]
+            return outs, operands, [[d for _, d in of_out] for of_out in pairs], []
 
         operands = [traced.leaves, [output.cotangents(side) for output in outputs]]
         self._run = TracedFunction(run, operands, rows.arrays, rows.axes)

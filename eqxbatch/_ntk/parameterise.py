@@ -30,8 +30,7 @@ class NTKLayer(eqx.Module):
     weight_scale: float = eqx.field(static=True)
     bias_scale: float = eqx.field(static=True)
 
-    def __check_init__(self) -> None:
-        check_fields(self)
+    __check_init__ = check_fields
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the layer with scaled weights."""

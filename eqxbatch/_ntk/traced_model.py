@@ -22,13 +22,14 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import as_int, check_callable, check_equal
+from .._base.dtypes import is_complex
 from .._base.jaxprs import derivative_of_program, pushed, TracedFunction
 from .._base.mesh import vary_as
 from .._base.platforms import products_of
 from .._base.trees import described, safe_zip, type_of
 from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
-from .._batch.derivative import Selection
+from .._batch.derivative import are_parameters, check_outputs
 from .._batch.loop import accumulated, Rows
 from .._kernels.kernel import BlockSize, check_block_size, Grid, Side, Sizes
 from .._sites.factors import contract, EXAMPLE, Labels, OTHER_EXAMPLE, Term
@@ -218,7 +219,7 @@ class OutputAxes:
 
     @property
     def is_complex(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.complexfloating)
+        return is_complex(self)
 
     @property
     def pairs_examples(self) -> bool:
@@ -412,51 +413,6 @@ def check_axes(name: str, axes: Any) -> tuple[int, ...]:
     return tuple(checked)
 
 
-def axis_roles(
-    path: str,
-    ndim: int,
-    batch: int | None,
-    trace_axes: tuple[int, ...],
-    diagonal_axes: tuple[int, ...],
-) -> list[Role]:
-    """The role of each axis of an output with `ndim` axes, including `batch`."""
-    roles: list[Role] = ["full"] * ndim
-    with_roles: dict[Role, tuple[int, ...]] = {
-        "trace": trace_axes,
-        "diagonal": diagonal_axes,
-    }
-    for role, axes in with_roles.items():
-        name = f"{role}_axes"
-        for axis in axes:
-            if not -ndim <= axis < ndim:
-                raise ValueError(
-                    f"`{name}` has the axis {axis}, which is out of range for "
-                    f"output{path}: it has {ndim} axes, including the batch axis. "
-                    f"Use `{name}=()` if it has no such axis."
-                )
-            if roles[axis] == role:
-                raise ValueError(
-                    f"`{name}` has axis {axis % ndim} of output{path} twice; got "
-                    f"{axes}. Name each axis once."
-                )
-            if roles[axis] != "full":
-                raise ValueError(
-                    f"Axis {axis % ndim} of output{path} is both in `trace_axes` "
-                    f"({trace_axes}) and in `diagonal_axes` ({diagonal_axes}). It can "
-                    "be in one of them only."
-                )
-            # The default axis is counted from the end.
-            if role == "trace" and axis < 0 and axis % ndim == batch:
-                raise ValueError(
-                    f"`trace_axes` has the axis {axis}, which is the batch axis "
-                    f"of output{path}. Use `trace_axes=()` for a model that returns a "
-                    f"scalar for each example, or `trace_axes={batch}` for the mean "
-                    "over the examples."
-                )
-            roles[axis] = role
-    return roles
-
-
 # The kind of a kernel ("nngp", "ntk", or "error" for a standard error), and the index
 # of the output.
 Name = tuple[str, int]
@@ -465,7 +421,7 @@ Name = tuple[str, int]
 class Request(eqx.Module):
     """What is asked of a model in each call: the settings of `EmpiricalNTK`.
 
-    - `selection`: the parameters, if they matter.
+    - `chosen`: the parameters, if they matter.
     - `mirror`: exchanges the two sides of kernels. It has the axes.
     - `traces_last`: whether the last axis is traced if an output has one besides the
         batch.
@@ -474,7 +430,7 @@ class Request(eqx.Module):
     - `metric`: that of the parameters; None for the identity.
     """
 
-    selection: Selection | None
+    chosen: "ChosenLeaves | None" = eqx.field(static=True)
     mirror: Mirror
     traces_last: bool = eqx.field(static=True)
     is_batched: bool = eqx.field(static=True)
@@ -483,6 +439,44 @@ class Request(eqx.Module):
     num_probes: int | None = eqx.field(static=True)
     key: Array | None
     metric: Metric | None
+
+    def roles(self, path: str, ndim: int, batch: int | None) -> list[Role]:
+        """The role of each axis of an output with `ndim` axes, including `batch`."""
+        roles: list[Role] = ["full"] * ndim
+        is_scalar = self.traces_last and ndim == self.is_batched
+        trace_axes = () if is_scalar else self.mirror.trace_axes
+        pairs: list[tuple[Role, tuple[int, ...]]]
+        pairs = [("trace", trace_axes), ("diagonal", self.mirror.diagonal_axes)]
+        for role, axes in pairs:
+            name = f"{role}_axes"
+            for axis in axes:
+                if not -ndim <= axis < ndim:
+                    raise ValueError(
+                        f"`{name}` has the axis {axis}, which is out of range for "
+                        f"output{path}: it has {ndim} axes, including the batch axis. "
+                        f"Use `{name}=()` if it has no such axis."
+                    )
+                if roles[axis] == role:
+                    raise ValueError(
+                        f"`{name}` has axis {axis % ndim} of output{path} twice; got "
+                        f"{axes}. Name each axis once."
+                    )
+                if roles[axis] != "full":
+                    raise ValueError(
+                        f"Axis {axis % ndim} of output{path} is both in `trace_axes` "
+                        f"({trace_axes}) and in `diagonal_axes` ({axes}). It can "
+                        "be in one of them only."
+                    )
+                # The default axis is counted from the end.
+                if role == "trace" and axis < 0 and axis % ndim == batch:
+                    raise ValueError(
+                        f"`trace_axes` has the axis {axis}, which is the batch axis "
+                        f"of output{path}. Use `trace_axes=()` for a model that "
+                        "returns a scalar for each example, or "
+                        f"`trace_axes={batch}` for the mean over the examples."
+                    )
+                roles[axis] = role
+        return roles
 
 
 class TracedModel(eqx.Module):
@@ -516,11 +510,12 @@ class TracedModel(eqx.Module):
     def programs(self) -> list[TracedFunction]:
         """The program of an example of each side."""
         sides, model = self.sides, as_callable(self.model)
-        selection = self.request.selection
-        leaves: list[Array] = []
-        combine: Callable[[list], PyTree] = lambda _: model
-        if selection is not None:
-            leaves, combine = selection.split(model)
+        chosen = self.request.chosen
+        parameters, rest = None, model
+        if chosen is not None:
+            parameters, rest = partitioned(model, chosen)
+        leaves, treedef = jtu.tree_flatten(parameters)
+        combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
         arrays = jtu.tree_leaves(eqx.filter(self.sides, eqx.is_array))
         leaves = vary_as(arrays, leaves)
         programs: list[TracedFunction] = []
@@ -555,17 +550,7 @@ class TracedModel(eqx.Module):
         """The axes of each output and their roles in the kernel."""
         request = self.request
         leaves = jtu.tree_leaves_with_path(self.out)
-        for path, leaf in leaves:
-            is_array = isinstance(leaf, jax.ShapeDtypeStruct)
-            if not is_array or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                got = f"dtype {leaf.dtype}" if is_array else f"{leaf!r}"
-                raise ValueError(
-                    f"The model must return arrays of an inexact dtype; got {got} for "
-                    f"output{jtu.keystr(path)}. Return only outputs that have a "
-                    "kernel."
-                )
-        if not leaves:
-            raise ValueError("The model must return at least one array; got none.")
+        check_outputs(self.out, "The model", "outputs that have a kernel")
         outs = [self.out, self.programs[-1].out]
         of = lambda x: (len(x.shape), str(x.dtype))
         kinds = [jtu.tree_map(of, out) for out in outs]
@@ -592,10 +577,7 @@ class TracedModel(eqx.Module):
                         "that it has then."
                     )
                 batch %= ndim
-            is_scalar = request.traces_last and len(leaf.shape) == 0
-            trace_axes = () if is_scalar else request.mirror.trace_axes
-            name, diagonal_axes = jtu.keystr(path), request.mirror.diagonal_axes
-            roles = axis_roles(name, ndim, batch, trace_axes, diagonal_axes)
+            roles = request.roles(jtu.keystr(path), ndim, batch)
             if self.is_diagonal and batch is not None:
                 if roles[batch] == "trace":
                     raise ValueError(
@@ -721,13 +703,45 @@ def as_callable(model: Any) -> Any:
     return StatefulModel(*model) if has_state(model) else model
 
 
-def selection_of(model: Any, where: Callable | None, filter_spec: PyTree) -> Selection:
+# The path of each leaf of a model, and whether it is a parameter.
+ChosenLeaves = tuple[tuple[str, bool], ...]
+
+
+def chosen_leaves(
+    model: Any, where: Callable | None, filter_spec: PyTree
+) -> ChosenLeaves:
     """The parameters of a model as a callable; those of its state do not count."""
-    if not isinstance(model, StatefulModel):
-        return Selection(model, where, filter_spec)
-    of_model = lambda both: both.model if where is None else where(both.model)
-    # A callable is a valid prefix, too.
-    return Selection(model, of_model, StatefulModel(filter_spec, False, False))
+    if isinstance(model, StatefulModel):
+        of_model = where
+        where = lambda both: both.model if of_model is None else of_model(both.model)
+        # A callable is a valid prefix, too.
+        filter_spec = StatefulModel(filter_spec, False, False)
+    chosen = are_parameters(model, where, filter_spec)
+    pairs = jtu.tree_leaves_with_path(chosen)
+    return tuple((jtu.keystr(path), is_chosen) for path, is_chosen in pairs)
+
+
+def partitioned(model: PyTree, chosen: ChosenLeaves) -> tuple[PyTree, PyTree]:
+    """The parameters of a model and the rest of it, as from `eqx.partition`.
+
+    Raises `ValueError` for another structure, or if a parameter is no array of an
+    inexact dtype any more. Shapes may differ, as within `jax.vmap`.
+    """
+    leaves, treedef = jtu.tree_flatten_with_path(model)
+    paths, before = [jtu.keystr(path) for path, _ in leaves], [x for x, _ in chosen]
+    wrong = sorted({*paths} ^ {*before})
+    if paths == before:
+        dtypes = [getattr(x, "dtype", bool) for _, x in leaves]
+        triples = safe_zip(paths, dtypes, (is_one for _, is_one in chosen))
+        is_inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
+        wrong = [path for path, x, is_one in triples if is_one and not is_inexact(x)]
+    if wrong or paths != before:
+        raise ValueError(
+            "The model has a different structure than when the kernel was created, "
+            f"or parameters of no inexact dtype: see its leaves {wrong or paths}. "
+            "Create a new kernel."
+        )
+    return eqx.partition(model, treedef.unflatten(is_one for _, is_one in chosen))
 
 
 def zero_outputs(model: TracedModel, *_: Any) -> PyTree[Array]:

@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, Real
 
 from .._base.dtypes import (
+    common_power_of_two,
     exponent_of,
     largest_of_each,
     power_of_two,
@@ -35,7 +36,6 @@ from .._base.dtypes import (
     squares_in_range,
     times_two_to,
     widened,
-    widest,
 )
 from .._base.jaxprs import full_varying_as, vary, varying
 from .._base.mesh import is_on_mesh, vary_as
@@ -532,9 +532,7 @@ def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
     """
     factors = [x.factors.of(site)[1] for x in leaves for site in x.sites]
     largest = [jnp.max(largest_of_each(x.array), initial=0) for x in factors]
-    dtype = widest(*(x.dtype for x in largest))
-    largest = (x.astype(dtype) for x in largest)
-    power = power_of_two(functools.reduce(jnp.maximum, largest))
+    power = common_power_of_two(largest)
 
     def scaled(x: Factor) -> Factor:
         wide = widened(x.array)

@@ -235,7 +235,7 @@ def _is_linear(eqn: Any, varying: list[bool]) -> bool:
 def _is_real(eqn: Any) -> bool:
     """Whether all is real: complex functions may have no complex derivative."""
     atoms = (*eqn.invars, *eqn.outvars)
-    return not any(jnp.issubdtype(x.aval.dtype, jnp.complexfloating) for x in atoms)
+    return not any(is_complex(x.aval) for x in atoms)
 
 
 def _are_alike(eqn: Any, shape: tuple[int, ...]) -> bool:
@@ -611,11 +611,7 @@ def _placed(view: View, eqn: Any, start: int, axis: int, key: str) -> View:
     view = view.in_zeros()
     shape, size = eqn.outvars[0].aval.shape, view.shape[axis]
     sizes = (start, shape[axis] - start - size)
-    key = f"{key} at {start}"
-
-    def put(x: Array) -> Array:
-        return jnp.pad(x, [sizes if i == axis else (0, 0) for i in range(x.ndim)])
-
+    key, put = f"{key} at {start}", functools.partial(_padded, sizes, axis)
     if axis:
         return view.then(key, put, shape, None, is_isometry=False)
     return dataclasses.replace(view, shape=shape, place=_Place(start, size, key, put))
@@ -646,7 +642,7 @@ def _taken_back(view: View, eqn: Any) -> list[View | None] | None:
             whole = dataclasses.replace(view, place=None, shape=(size, *shape[1:]))
             sizes = first - start, end - first - size
             key = f"pad{sizes}"
-            put = functools.partial(_padded, sizes)
+            put = functools.partial(_padded, sizes, 0)
             place = _Place(first - start, size, key, put) if any(sizes) else None
             parts.append(dataclasses.replace(whole, shape=shape, place=place))
         else:
@@ -654,8 +650,8 @@ def _taken_back(view: View, eqn: Any) -> list[View | None] | None:
     return parts
 
 
-def _padded(sizes: tuple[int, int], x: Array) -> Array:
-    return jnp.pad(x, [sizes, *[(0, 0)] * (x.ndim - 1)])
+def _padded(sizes: tuple[int, int], axis: int, x: Array) -> Array:
+    return jnp.pad(x, [sizes if i == axis else (0, 0) for i in range(x.ndim)])
 
 
 # Norms and kernels of factors are multiplied by the square of a scale at the end: those

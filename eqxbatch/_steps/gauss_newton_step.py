@@ -19,12 +19,12 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from .._base.checks import AnyArray, as_jax, called, check_callable, check_equal
+from .._base.checks import AnyArray, as_jax, check_callable, check_equal
 from .._base.dtypes import (
     as_complex,
     as_real,
+    common_power_of_two,
     is_complex,
-    power_of_two,
     weighted_totals,
     widened,
     widest,
@@ -34,8 +34,14 @@ from .._base.mesh import error_if, spec_of, vary_as
 from .._base.platforms import exact_products, products_of
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.accumulators import check_adds, check_real, Concat, Mean, Sum
-from .._batch.batch import as_block_size, as_microbatch_size, Batch, MemoryBudget, Size
-from .._batch.derivative import AbstractDerivative, like_parameters, split_examples
+from .._batch.batch import as_block_size, as_microbatch_size, MemoryBudget, Size
+from .._batch.derivative import (
+    AbstractDerivative,
+    check_outputs,
+    like_parameters,
+    Loss,
+    split_examples,
+)
 from .._batch.loop import accumulated, is_accumulator, Rows
 from .._batch.transform import (
     AbstractSharded,
@@ -45,7 +51,7 @@ from .._batch.transform import (
     run_compiled,
     with_second,
 )
-from .._curvature.columns import check_outputs, with_both_modes
+from .._curvature.columns import with_both_modes
 from .._curvature.curvature_matrices import filter_ggn
 from .._curvature.pytree import joined, Unravel
 from .._kernels.engine import on_device
@@ -67,26 +73,20 @@ class JoinedTerms(eqx.Module):
 
 
 class ResidualTerm(eqx.Module):
-    """A function of one example, as a function of parameters and of a batch's rows.
+    """The residual of one example, as a function of parameters and of a batch's rows.
 
     It returns a real vector in at least float32, which contains all outputs. Complex
     outputs contribute their real, then their imaginary part.
 
-    - `nondiff`, `treedef`: the part of the first argument that is not a parameter, and
-        the structure of the parameters.
-    - `has_residual`: whether the function returns a pair of the differentiated output
-        and the residual.
+    - `loss`: the user's function, which returns a pair of the differentiated output and
+        the residual if it `has_aux`.
     - `means`: for a centred term, the mean over the examples of the derivative in each
         leaf. A linear function with this derivative is subtracted, so the Jacobian is
         centred entry by entry, before any products. Centring products would lose all
         digits where the mean is much larger than the spread.
     """
 
-    fun: Callable
-    batch: Batch
-    nondiff: PyTree
-    treedef: Any = eqx.field(static=True)
-    has_residual: bool = eqx.field(static=True)
+    loss: Loss
     means: list | None = None
 
     def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
@@ -103,18 +103,11 @@ class ResidualTerm(eqx.Module):
         return _flat(residual, out)
 
     def _returned(self, leaves: list, rows: Sequence[Array]) -> tuple[PyTree, PyTree]:
-        (_, *rest), kwargs = self.batch.arguments([*rows])
-        diff = jtu.tree_unflatten(self.treedef, leaves)
-        args = (eqx.combine(diff, self.nondiff), *rest)
-        out = called(self.fun, args, kwargs, "`residual`")
-        if not self.has_residual:
+        diff = jtu.tree_unflatten(jtu.tree_structure(self.loss.diff), leaves)
+        out, residual = self.loss.outputs(diff, [*rows])
+        if not self.loss.has_aux:
             return _checked(out), None
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise ValueError(
-                "With `has_residual=True`, `residual` must return a pair `(output, "
-                f"residual)`; got {described(out)}."
-            )
-        out, residual = map(_checked, out)
+        out, residual = _checked(out), _checked(residual)
         shapes = [jtu.tree_map(jnp.shape, tree) for tree in (residual, out)]
         what = "With `has_residual=True`, the shapes of the second output of `residual`"
         check_equal(what, *shapes)
@@ -125,7 +118,7 @@ def _checked(out: PyTree) -> PyTree:
     """The outputs of a residual function, as arrays."""
     is_number = lambda x: eqx.is_array_like(x) and not isinstance(x, int)
     out = jtu.tree_map(lambda x: jnp.asarray(x) if is_number(x) else x, out)
-    check_outputs(out, "residual", "the residuals, whose squares are summed")
+    check_outputs(out, "`residual`", "the residuals, whose squares are summed")
     return out
 
 
@@ -139,6 +132,10 @@ def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " ent
         parts += [x.real, x.imag] if is_complex(y) else [x.real]
     dtype = widest(*(x.dtype for x in parts))
     return jnp.concatenate([x.astype(dtype) for x in parts])
+
+
+# Those of the function, of a setting and of its pair, as for `Loss`.
+_NAMES = ("residual", "has_residual", "(output, residual)")
 
 
 # One array for each term; sizes differ, so the axes have no names.
@@ -166,7 +163,7 @@ class Residuals:
         microbatch_size: int | None,
     ):
         self.terms, self.centre, self._size = terms, centre, microbatch_size
-        batches = [term.batch for term in terms]
+        batches = [term.loss.batch for term in terms]
         # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
         # same on all of them. A step uses the examples of its device only.
         arrays = [x for batch in batches for x in batch.arrays]
@@ -244,7 +241,7 @@ class Residuals:
     def values(self) -> Vectors:
         """The residuals, centred if required."""
         programs = [
-            self._traced(term.residual, i) if term.has_residual else self._one_mode[i]
+            self._traced(term.residual, i) if term.loss.has_aux else self._one_mode[i]
             for i, term in enumerate(self.terms)
         ]
         return self._of_all(lambda i, rows: programs[i].many(self.leaves, rows)[0])
@@ -518,7 +515,7 @@ def in_range(vectors: Vectors) -> tuple[Vectors, Float[Array, ""]]:
     In a half-precision backward pass, small numbers would underflow.
     """
     largest = [jnp.max(jnp.abs(x), initial=0) for x in vectors]
-    size = power_of_two(functools.reduce(jnp.maximum, largest))
+    size = common_power_of_two(largest)
     return [x / size for x in vectors], size
 
 
@@ -767,7 +764,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             args, previous = (args[0], *args[2:]), args[1]
         diff, nondiff = self.parameters(args, kwargs)
         leaves, treedef = jtu.tree_flatten(diff)
-        terms = self._terms(args, kwargs, nondiff, treedef)
+        terms = self._terms(args, kwargs, diff, nondiff)
         residuals = Residuals(
             terms,
             leaves,
@@ -954,14 +951,11 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return lineax.linear_solve(operator, scaled, self.solver).value * size
 
     def _terms(
-        self, args: tuple, kwargs: dict[str, Any], nondiff: PyTree, treedef: Any
+        self, args: tuple, kwargs: dict[str, Any], diff: PyTree, nondiff: PyTree
     ) -> list[ResidualTerm]:
         fun = self.__wrapped__
-        term = functools.partial(
-            ResidualTerm,
-            nondiff=nondiff,
-            treedef=treedef,
-            has_residual=self.has_residual,
+        term = lambda fun, batch: ResidualTerm(
+            Loss(fun, batch, diff, nondiff, self.has_residual, names=_NAMES)
         )
         if not isinstance(fun, JoinedTerms):
             return [term(fun, self.batch(args, kwargs))]
@@ -1043,7 +1037,7 @@ def _half_of_squares(out: Array, *rows: Array) -> Array:
 def _weights_of_term(
     term: ResidualTerm, factor: Any, accumulator: Sum | Mean, dtype: Any
 ) -> Float[Array, " n"]:
-    total, name = term.batch.total(), type(accumulator).__name__
+    total, name = term.loss.batch.total(), type(accumulator).__name__
     weights = jnp.ones(total, dtype)
     if accumulator.weights is not None:
         check_real(name, accumulator.weights, total)
