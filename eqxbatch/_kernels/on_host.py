@@ -101,8 +101,11 @@ class _Blocks:
             for n, x in safe_zip(kernel.bytes_kept, self._structs)
         ]
         most = kernel.num_kept(max(sizes)) if self.has_factors or stored else 0
+        # A budget has memory for two blocks of each tile that is in flight. Tiles of a
+        # panel share their columns, so that so many blocks are enough for as many rows.
+        is_of_budget = stored and not (self.has_factors or kernel.room)
         # The blocks of a panel, beside which one of columns fits.
-        self._height = max(most - 1, 1)
+        self._height = max(most - 1, IN_FLIGHT + 1 if is_of_budget else 1)
 
     def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
         """What is kept of a tile's two blocks; None to compute it with the tile."""
