@@ -271,12 +271,14 @@ def compiled(
     *,
     donate: Literal["none", "all-except-first"] = "none",
     inline: bool = False,
+    waits: bool = True,
 ) -> _Function:
     """`equinox.filter_jit`, which gives equal numbers of other types other programs.
 
     So it does for arrays on another platform. With `inline`, other programs that call
-    it have its equations in place of a call. It returns before the program has ended,
-    unless this calls functions on the host, whose errors belong to the call.
+    it have its equations in place of a call. With `waits=False`, a call returns before
+    its program has ended, unless that reads memory of the user, or calls functions on
+    the host, whose errors belong to the call.
     """
     traces = 0
     # Those that call functions on the host.
@@ -340,8 +342,8 @@ def compiled(
             out = computed(key, lists)
         except Exception as e:
             raise e.with_traceback(without_layers(e.__traceback__))  # noqa: B904
-        # Their owner may write to these after the call.
-        if any(isinstance(x, np.ndarray) for x in arrays):
+        # JAX reads arrays of NumPy later, when their owner may have changed them.
+        if waits or any(isinstance(x, np.ndarray) for x in arrays):
             jax.block_until_ready(out)
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
             warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))

@@ -640,7 +640,7 @@ def _begun(transform: AbstractTransform, args: tuple, is_weighted: bool) -> list
     return _applied(select, transform, args, is_weighted, None)
 
 
-@functools.partial(compiled, donate="all-except-first")
+@functools.partial(compiled, donate="all-except-first", waits=False)
 def _updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
     return _applied(_with_rows, *call[:-1], before, call[-1])
 
