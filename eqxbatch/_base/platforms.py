@@ -10,7 +10,6 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast, Literal, TypeVar
 
@@ -255,17 +254,6 @@ def _calls_host(eqn: Any) -> bool:
     return any(name in eqn.primitive.name for name in ("callback", "noinline"))
 
 
-@contextlib.contextmanager
-def _without_warnings(donate: str) -> Iterator[None]:
-    """A context without the warning that donated arrays have other types or places."""
-    if donate == "none":
-        yield
-    else:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-            yield
-
-
 def compiled(
     fun: _Function,
     *,
@@ -315,8 +303,7 @@ def compiled(
     def computed(key: frozenset, lists: list[list]) -> _Result:
         if key not in waiting:
             try:
-                with _without_warnings(donate):
-                    return jitted(key, *lists)
+                return jitted(key, *lists)
             except _CallsHostError as e:
                 (waiting[key],) = e.args
         return waited((waiting[key], lists[0]), *lists[1:])
