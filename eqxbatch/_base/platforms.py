@@ -227,34 +227,86 @@ def num_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
 
 
+class _Result(eqx.Module):
+    """What a program returns, of which only arrays come from the device."""
+
+    arrays: list
+    rest: tuple = eqx.field(static=True)
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "_Result":
+        leaves, treedef = jtu.tree_flatten(tree)
+        arrays, static = eqx.partition(leaves, eqx.is_array)
+        return cls([x for x in arrays if x is not None], (treedef, (*static,)))
+
+    @property
+    def tree(self) -> PyTree:
+        (treedef, static), arrays = self.rest, iter(self.arrays)
+        return treedef.unflatten([next(arrays) if x is None else x for x in static])
+
+
+class _CallsHostError(Exception):
+    """Has a program that calls functions on the host."""
+
+
+def _calls_host(eqn: Any) -> bool:
+    # `equinox` hides programs in its own primitive.
+    return any(name in eqn.primitive.name for name in ("callback", "noinline"))
+
+
 def compiled(
     fun: _Function,
     *,
     donate: Literal["none", "all-except-first"] = "none",
     inline: bool = False,
+    waits: bool = True,
 ) -> _Function:
     """`equinox.filter_jit`, which gives equal numbers of other types other programs.
 
     So it does for arrays on another platform. With `inline`, other programs that call
-    it have its equations in place of a call.
+    it have its equations in place of a call. With `waits=False`, a call returns before
+    its program has ended, unless that reads memory of the user, or calls functions on
+    the host, whose errors belong to the call.
     """
     traces = 0
+    # Those that call functions on the host.
+    waiting: dict[frozenset, Callable] = {}
 
-    # `inspect` binds arguments without names faster.
-    def run(*operands: Any) -> Any:
-        nonlocal traces
-        traces += 1
-        *lists, ((treedef, static, _, chosen),) = operands
-        arrays = itertools.chain(*lists)
-        leaves = [next(arrays) if x is None else x for x in static]
-        of_first, of_rest = treedef.unflatten(leaves)
-        with for_platform(chosen):
-            return fun(of_first, *of_rest)
+    def run(key: frozenset, *lists: list) -> _Result:
+        ((treedef, static, _, chosen),) = key
+
+        def called(*lists: list) -> _Result:
+            nonlocal traces
+            traces += 1
+            arrays = itertools.chain(*lists)
+            leaves = [next(arrays) if x is None else x for x in static]
+            of_first, of_rest = treedef.unflatten(leaves)
+            with for_platform(chosen):
+                return _Result.of(fun(of_first, *of_rest))
+
+        called.__name__, called.__qualname__ = fun.__name__, fun.__qualname__
+        if getattr(jax.config, "jax_disable_jit", False):
+            return called(*lists)
+        inner = jax.jit(called, inline=inline)
+        if any(map(_calls_host, equations_in(inner.trace(*lists).jaxpr))):
+            raise _CallsHostError(inner)
+        return inner(*lists)
 
     run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
-    # Its types lack the settings of `jax.jit`.
+    donated = () if donate == "none" else 2
+    jitted = jax.jit(run, static_argnums=0, donate_argnums=donated, inline=inline)
+    # It waits for the end of a program, and explains errors of `equinox.error_if`. Its
+    # types lack the settings of `jax.jit`.
     jit: Any = eqx.filter_jit
-    jitted = jit(run, donate=donate, inline=inline)
+    waited = jit(lambda first, *rest: first[0](first[1], *rest), donate=donate)
+
+    def computed(key: frozenset, lists: list[list]) -> _Result:
+        if key not in waiting:
+            try:
+                return jitted(key, *lists)
+            except _CallsHostError as e:
+                (waiting[key],) = e.args
+        return waited((waiting[key], lists[0]), *lists[1:])
 
     @functools.wraps(fun)
     def wrapper(first: Any, *rest: Any) -> Any:
@@ -266,23 +318,23 @@ def compiled(
             static.append(None if is_array else x)
             if is_array:
                 arrays.append(x)
-        chosen = platform(arrays)
         # A set is one leaf for JAX, which would go through a tuple in each call.
-        key = frozenset([(treedef, (*static,), number_types(static), chosen)])
-        lists = [arrays]
+        content = treedef, (*static,), number_types(static), platform(arrays)
+        key, lists = frozenset([content]), [arrays]
         if donate != "none":
             num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
             lists = [arrays[:num], arrays[num:]]
         before = traces
         try:
-            out = jitted(*lists, key)
+            out = computed(key, lists)
         except Exception as e:
             raise e.with_traceback(without_layers(e.__traceback__))  # noqa: B904
-        if traces == before:
-            return out
-        if not any(isinstance(x, Tracer) for x in jtu.tree_leaves(out)):
+        # JAX reads arrays of NumPy later, when their owner may have changed them.
+        if waits or any(isinstance(x, np.ndarray) for x in arrays):
+            jax.block_until_ready(out)
+        if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
             warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
-        return out
+        return out.tree
 
     return cast(_Function, wrapper)
 

@@ -267,6 +267,10 @@ class OverBatches(AbstractTransform):
         self, state: StreamState, *args: Any, number: int = 0
     ) -> tuple[StreamState, list[Array]]:
         """The state with one more batch, the last argument, and its rows."""
+        return self._ready(state, args, number)(state)
+
+    def _ready(self, state: StreamState, args: tuple, number: int) -> Callable:
+        """A function that adds a batch to a state like this one."""
         _check_state(state)
         num = len(state.passes)
         if number not in range(num):
@@ -285,8 +289,12 @@ class OverBatches(AbstractTransform):
                 f"{', '.join(expected)}; got {', '.join(form)}."
             )
         call = self._transform, (*leading, *batch), self.weighted, number
-        passes, rows = _updated(call, state.passes)
-        return dataclasses.replace(state, passes=passes), rows
+
+        def add(state: StreamState) -> tuple[StreamState, list[Array]]:
+            passes, rows = _updated(call, state.passes)
+            return dataclasses.replace(state, passes=passes), rows
+
+        return add
 
     def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
         """The result for all batches."""
@@ -343,11 +351,16 @@ class OverBatches(AbstractTransform):
                     "batches, but `batches` is an iterator, which has one. Pass a "
                     "list, or a loader that can be iterated again."
                 )
+            with _about(index):
+                add = self._ready(state, (*leading, batch), number)
             while batch is not None:
                 with _about(index):
-                    state, new = self.update(state, *leading, batch, number=number)
-                # The next batch is loaded while this one is computed.
+                    state, new = add(state)
+                # The next batch is loaded and checked while this one is computed.
                 batch = next(upcoming, None)
+                if batch is not None:
+                    with _about(index + 1):
+                        add = self._ready(state, (*leading, batch), number)
                 with _about(index):
                     jax.block_until_ready(state)
                 rows.append(_fetched(new))
@@ -627,7 +640,7 @@ def _begun(transform: AbstractTransform, args: tuple, is_weighted: bool) -> list
     return _applied(select, transform, args, is_weighted, None)
 
 
-@functools.partial(compiled, donate="all-except-first")
+@functools.partial(compiled, donate="all-except-first", waits=False)
 def _updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
     return _applied(_with_rows, *call[:-1], before, call[-1])
 

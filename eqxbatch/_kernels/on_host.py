@@ -101,8 +101,11 @@ class _Blocks:
             for n, x in safe_zip(kernel.bytes_kept, self._structs)
         ]
         most = kernel.num_kept(max(sizes)) if self.has_factors or stored else 0
+        # A budget has memory for two blocks of each tile that is in flight. Tiles of a
+        # panel share their columns, so that so many blocks are enough for as many rows.
+        is_of_budget = stored and not (self.has_factors or kernel.room)
         # The blocks of a panel, beside which one of columns fits.
-        self._height = max(most - 1, 1)
+        self._height = max(most - 1, IN_FLIGHT + 1 if is_of_budget else 1)
 
     def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
         """What is kept of a tile's two blocks; None to compute it with the tile."""
@@ -165,7 +168,7 @@ class _Blocks:
         return sorted(tiles, key=lambda t: (t.row // self._height, t.column, t.row))
 
 
-@compiled
+@functools.partial(compiled, waits=False)
 def _kept(operands: tuple, number: Array) -> Rows:
     kernel, side, rows = operands
     grid, size = kernel.grid, kernel.grid.sizes[side]
@@ -200,7 +203,7 @@ def in_turn(
             if len(waiting) > 1:
                 step(jax.block_until_ready(waiting.popleft()))
         for num_nans in waiting:
-            step(num_nans)
+            step(jax.block_until_ready(num_nans))
     return finalized(kernel, collectors, states)
 
 
@@ -219,7 +222,7 @@ def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[list, Array]:
         return tiles.initial(*blocks), rows[0].arrays[0][:0]
 
 
-@functools.partial(compiled, donate="all-except-first")
+@functools.partial(compiled, donate="all-except-first", waits=False)
 def _step(operands: tuple, states: list) -> tuple[list, Array]:
     """The states after a tile, updated in place, and its number of NaNs."""
     kernel, reduce, is_diagonal, pair, kept = operands
@@ -460,7 +463,7 @@ def _results(
     return [*tile, *mirrored, num_nans]
 
 
-_tile = compiled(_results)
+_tile = compiled(_results, waits=False)
 
 
 def tile_program(
@@ -479,7 +482,7 @@ def tile_program(
     return _results(task, pair, kept)
 
 
-@compiled
+@functools.partial(compiled, waits=False)
 def _tiles_on_devices(task: _Task, pair: Array, mesh_axis: MeshAxis) -> list[Array]:
     """Like `_tile`, for one tile on each device, along a new first axis."""
     check_closed_over(task[0])

@@ -5,10 +5,11 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eqxbatch import explain_sites, filter_ggn_diagonal, filter_micro_grad
-from eqxbatch._base.platforms import CPU, for_platform, GPU, platform, TPU
+from eqxbatch._base.platforms import compiled, CPU, for_platform, GPU, platform, TPU
 
 
 def test_arguments_come_before_the_default_device():
@@ -73,3 +74,33 @@ def test_programs_are_compiled_for_each_platform():
             grad(w, x)
     assert {*traced} == {CPU, GPU}
     assert traced == sorted(traced, key=(CPU, GPU).index)
+
+
+def slow(x):
+    """The first entry, read at the end of a program that takes a while."""
+    y = jax.lax.fori_loop(0, 100, lambda _, y: jnp.tanh(y @ y), x)
+    return x[(0 * y[0, 0]).astype(jnp.int32), 0]
+
+
+def test_programs_that_do_not_wait():
+    x = jnp.ones((500, 500))
+    assert not compiled(slow, waits=False)(x).is_ready()
+    assert compiled(slow)(x).is_ready()
+    # JAX reads the memory of the user while the program runs.
+    mine = np.ones((500, 500), np.float32)
+    got = compiled(slow, waits=False)(mine)
+    mine[:] = 7
+    assert got == 1
+
+
+@pytest.mark.versions
+def test_errors_of_the_host_belong_to_the_call():
+    """And are those that Equinox makes of them."""
+    checked = lambda x: eqx.error_if(x, x < 0, "negative")
+    run, theirs = compiled(checked, waits=False), eqx.filter_jit(checked)
+    for x in (1.0, 2.0):
+        assert run(jnp.array(x)) == theirs(jnp.array(x)) == x
+        with pytest.raises(Exception, match="negative") as expected:
+            theirs(jnp.array(-x))
+        with pytest.raises(expected.type, match="negative"):
+            run(jnp.array(-x))

@@ -166,18 +166,21 @@ def test_reductions(symmetric):
 
 
 @pytest.mark.parametrize("symmetric", (True, False))
-@pytest.mark.parametrize("store", ("device", "disk"))
-def test_each_row_is_read_once_for_a_panel(symmetric, store, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("store", "height"), (("device", 2), ("disk", 2), ("disk", 3)))
+def test_each_row_is_read_once_for_a_panel(
+    symmetric, store, height, tmp_path, monkeypatch
+):
     """And little is kept."""
-    # Panels of two blocks of one row, and a column.
-    monkeypatch.setattr(batch_kernel, "room_of", lambda _: 3 * 12)
+    # Panels of two blocks of one row, and a column; or of three, as for a budget.
+    room = {2: 3 * 12, 3: 0}[height]
+    monkeypatch.setattr(batch_kernel, "room_of", lambda _: room)
     store = tmp_path / "kernel" if store == "disk" else store
     settings = {"block_size": 1, "symmetric": symmetric}
     kernel, x = filter_batch_kernel(white, store=store, **settings), Recorded(X[:8])
     got = np.asarray(kernel(x))
     same(got, filter_batch_kernel(white, store="host", **settings)(X[:8]))
     # A panel of a symmetric kernel has the columns from its own rows on.
-    panels = [range(2 * i if symmetric else 0, 8) for i in range(4)]
+    panels = [range(i if symmetric else 0, 8) for i in range(0, 8, height)]
     at_most = sum(map(len, panels))
     assert len(x.read) <= at_most + 2
     assert x.most == 1
