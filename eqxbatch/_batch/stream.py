@@ -336,7 +336,7 @@ class OverBatches(AbstractTransform):
         state, rows, number = None, [], 0
         while state is None or number < len(state.passes):
             upcoming = self._each(batches)
-            batch, index = next(upcoming, None), 0
+            (batch, is_users), index = next(upcoming, _NO_BATCH), 0
             if batch is None:
                 raise ValueError(
                     f"`batches` must have a batch; got {described(batches)}, which is "
@@ -357,7 +357,9 @@ class OverBatches(AbstractTransform):
                 with _about(index):
                     state, new = add(state)
                 # The next batch is loaded and checked while this one is computed.
-                batch = next(upcoming, None)
+                if is_users:
+                    jax.block_until_ready(state)
+                batch, is_users = next(upcoming, _NO_BATCH)
                 if batch is not None:
                     with _about(index + 1):
                         add = self._ready(state, (*leading, batch), number)
@@ -452,25 +454,36 @@ class OverBatches(AbstractTransform):
         batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         return jtu.tree_map(functools.partial(_put, self.sharding, of_host), batch)
 
-    def _each(self, batches: Any) -> Iterator[tuple]:
-        """The batches, on the device."""
+    def _each(self, batches: Any) -> Iterator[tuple[tuple, bool]]:
+        """The batches on the device, and whether a loader may still write to them.
+
+        JAX may share the memory of its arrays with those of NumPy.
+        """
         of_host: Callable = copied
+        is_shared = not isinstance(batches, (list, tuple))
         if self.batch_size is not None:
             # What is on disk was copied as it was read.
             batches, of_host = _Slices(batches, self.batch_size), np.asarray
+            is_shared = False
         num, iterator = operator.length_hint(batches) or None, iter(batches)
         with metered(self.progress, num, 0) as step:
             for i in itertools.count():
                 with _about(i):
                     batch = next(iterator, _END)
-                    batch = batch if batch is _END else self._moved(batch, of_host)
-                if batch is _END:
-                    return
-                yield batch
+                    if batch is _END:
+                        return
+                    are_of_jax = [
+                        isinstance(x, jax.Array) for x in jtu.tree_leaves(batch)
+                    ]
+                    batch = self._moved(batch, of_host)
+                yield batch, is_shared and any(are_of_jax)
                 step(0)
 
 
 _END: Any = object()
+
+
+_NO_BATCH: Any = (None, False)
 
 
 def _put(sharding: Sharding | None, of_host: Callable, x: Any) -> Any:

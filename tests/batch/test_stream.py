@@ -307,15 +307,21 @@ def test_what_batches_can_be(net):
     assert log == [2, 2, 1, 1, 3, 3]
 
 
-def test_a_loader_may_use_its_memory_again(net):
+@pytest.mark.parametrize("as_batch", (np.asarray, jnp.asarray))
+def test_a_loader_may_use_its_memory_again(as_batch):
+    """Also behind an array of JAX, which may share it."""
+
     def loader():
-        x = aligned((1_000, 100))
+        x = aligned((2_000, 100))
         for i in range(20):
             x[:] = i
-            yield x
+            yield as_batch(x)
 
-    total = over_batches(filter_micro_vmap(jnp.sum, accumulator=Sum()))(loader())
-    assert total == 190 * 100_000
+    def slow(x):
+        return jnp.sum(jnp.cos(jnp.cumsum(x)) ** 2) * 0 + jnp.sum(x)
+
+    total = over_batches(filter_micro_vmap(slow, accumulator=Sum()))(loader())
+    assert total == 190 * 200_000
 
 
 @pytest.mark.versions
