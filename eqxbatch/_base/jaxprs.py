@@ -291,7 +291,10 @@ def _as_closed(x: Any) -> Any:
         x = x.jaxpr
     if isinstance(x, jex.ClosedJaxpr):
         return x
-    return jex.ClosedJaxpr(x, ()) if isinstance(x, jex.Jaxpr) else None
+    if not isinstance(x, jex.Jaxpr):
+        return None
+    # Programs of `jax.custom_derivatives.linear_call` have constants that are inputs.
+    return jex.ClosedJaxpr(x, [None] * len(x.constvars))
 
 
 def is_remat(eqn: Any) -> bool:
