@@ -267,10 +267,10 @@ class OverBatches(AbstractTransform):
         self, state: StreamState, *args: Any, number: int = 0
     ) -> tuple[StreamState, list[Array]]:
         """The state with one more batch, the last argument, and its rows."""
-        return self._ready(state, args, number)(state)
+        return self._ready(state, args, number)()
 
     def _ready(self, state: StreamState, args: tuple, number: int) -> Callable:
-        """A function that adds a batch to a state like this one."""
+        """A function that adds a batch to the state."""
         _check_state(state)
         num = len(state.passes)
         if number not in range(num):
@@ -290,7 +290,7 @@ class OverBatches(AbstractTransform):
             )
         call = self._transform, (*leading, *batch), self.weighted, number
 
-        def add(state: StreamState) -> tuple[StreamState, list[Array]]:
+        def add() -> tuple[StreamState, list[Array]]:
             passes, rows = _updated(call, state.passes)
             return dataclasses.replace(state, passes=passes), rows
 
@@ -355,7 +355,7 @@ class OverBatches(AbstractTransform):
                 add = self._ready(state, (*leading, batch), number)
             while batch is not None:
                 with _about(index):
-                    state, new = add(state)
+                    state, new = add()
                 # The next batch is loaded and checked while this one is computed.
                 if is_users:
                     jax.block_until_ready(state)

@@ -452,7 +452,8 @@ class SiteHessian(AbstractSiteMatrix):
 
     - `changes`: pairs of a perturbation and a cotangent or operand that depends on it,
         among those that sites need.
-    - `pushes`: for each program in which derivatives are taken, its perturbations.
+    - `pushes`: for each program in which derivatives are taken, its perturbations, and
+        what they change: indices of cotangents, then those of operands.
     """
 
     def __init__(
@@ -479,17 +480,15 @@ class SiteHessian(AbstractSiteMatrix):
         self.changes = {(z, i) for z, i in needed if depend[z][i]}
         every = sorted({z for z, _ in self.changes})
         size = -(-len(every) // _MOST_PUSHES) or 1
-        self.pushes = [every[i : i + size] for i in range(0, len(every), size)]
+        groups = [every[i : i + size] for i in range(0, len(every), size)]
+        changed = lambda push: sorted({i for z, i in self.changes if z in push})
+        self.pushes = [(push, changed(push)) for push in groups]
         super().__init__(program, program, requested)
         # The leaves whose gradient is a sum of terms, which may nearly cancel.
         self._summed = [
             i for i in sorted(requested.leaves) if is_sum(program.sites_of(i))
         ]
         self.counts_cancelled = counts_cancelled and len(self._summed) > 0
-
-    def _pushed(self, push: list[int]) -> list[int]:
-        """The indices of the cotangents that change, then those of operands."""
-        return sorted({i for z, i in self.changes if z in push})
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
@@ -528,8 +527,8 @@ class SiteHessian(AbstractSiteMatrix):
             return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
         outs, changes = run(point), []
-        for push in self.pushes:
-            numbers, zeros = self._pushed(push), [point[z] for z in push]
+        for push, numbers in self.pushes:
+            zeros = [point[z] for z in push]
 
             def results(zs: list, push: list = push, numbers: list = numbers) -> list:
                 outs = run(replaced(point, push, zs))
@@ -546,12 +545,10 @@ class SiteHessian(AbstractSiteMatrix):
         cotangents = [*map(struct_of, self.program.perturbations)]
         operands = [*map(struct_of, self.program.operands)]
         every = [*cotangents, *operands]
+        total = lambda push: sum(cotangents[z].size for z in push)
         changes = [
-            [
-                struct_of(every[i], sum(cotangents[z].size for z in push))
-                for i in self._pushed(push)
-            ]
-            for push in self.pushes
+            [struct_of(every[i], total(push)) for i in numbers]
+            for push, numbers in self.pushes
         ]
         return cotangents, operands, changes
 
@@ -568,10 +565,10 @@ class SiteHessian(AbstractSiteMatrix):
 
     def _at(self, changes: list[list], z: int, i: int) -> Array:
         """A derivative in one perturbation, of what `of_example` returns."""
-        number = next(k for k, push in enumerate(self.pushes) if z in push)
-        push, sizes = self.pushes[number], [x.size for x in self.program.perturbations]
-        start = sum(sizes[x] for x in push if x < z)
-        x = changes[number][self._pushed(push).index(i)]
+        of_push = safe_zip(self.pushes, changes)
+        (push, numbers), arrays = next(pair for pair in of_push if z in pair[0][0])
+        sizes = {k: self.program.perturbations[k].size for k in push}
+        start, x = sum(sizes[k] for k in push if k < z), arrays[numbers.index(i)]
         return lax.slice_in_dim(x, start, start + sizes[z], axis=1)
 
     def costs_of_factors(
@@ -579,7 +576,7 @@ class SiteHessian(AbstractSiteMatrix):
     ) -> dict[int, float]:
         del factors, values
         jaxpr, costs = self._closed.jaxpr, dict[int, float]()
-        for push in self.pushes:
+        for push, _ in self.pushes:
             marks = [i in push for i, _ in enumerate(jaxpr.invars)]
             of_one = num * pushed_cost(jaxpr, marks).time
             for z in push:

@@ -177,11 +177,6 @@ def flat_square(
         return matrix if is_whole else mirrored(matrix)
     every = [blocks for _, blocks in groups]
     matrix = vary_as(every, jnp.zeros((starts[-1], starts[-1]), dtype))
-
-    def placed(matrix: Array, place: tuple[Array, Any]) -> tuple[Array, None]:
-        block, corner = place
-        return lax.dynamic_update_slice(matrix, block, corner), None
-
     at_run_time = runtime_indices(starts, every[0].ravel()[:1])
     for pairs, blocks in groups:
         first, second = pairs[0]
@@ -189,11 +184,19 @@ def flat_square(
         blocks = blocks.reshape(shape).astype(dtype)
         if len(pairs) == 1:
             corner = [at_run_time[i] for i in pairs[0]]
-            matrix, _ = placed(matrix, (blocks[0], corner))
+            matrix = lax.dynamic_update_slice(
+                matrix, blocks[0], corner, allow_negative_indices=False
+            )
         else:
-            # This compiles faster than an operation for each block.
-            corners = np.array([[starts[i] for i in pair] for pair in pairs], np.int32)
-            matrix, _ = lax.scan(placed, matrix, (blocks, jnp.asarray(corners)))
+            # On CPUs, this is a loop, which compiles faster than many operations.
+            matrix = lax.scatter(
+                matrix,
+                jnp.array([[starts[i] for i in pair] for pair in pairs], "int32"),
+                blocks,
+                lax.ScatterDimensionNumbers((1, 2), (), (0, 1)),
+                unique_indices=True,
+                mode="promise_in_bounds",
+            )
     return mirrored(matrix)
 
 
