@@ -227,14 +227,14 @@ def num_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
 
 
-class _Result(eqx.Module):
-    """What a program returns, of which only arrays come from the device."""
+class _Split(eqx.Module):
+    """A PyTree as its arrays, which programs take and return, and the rest of it."""
 
     arrays: list
     rest: tuple = eqx.field(static=True)
 
     @classmethod
-    def of(cls, tree: PyTree) -> "_Result":
+    def of(cls, tree: PyTree) -> "_Split":
         leaves, treedef = jtu.tree_flatten(tree)
         arrays, static = eqx.partition(leaves, eqx.is_array)
         return cls([x for x in arrays if x is not None], (treedef, (*static,)))
@@ -272,17 +272,16 @@ def compiled(
     # Those that call functions on the host.
     waiting: dict[frozenset, Callable] = {}
 
-    def run(key: frozenset, *lists: list) -> _Result:
+    def run(key: frozenset, *lists: list) -> _Split:
         ((treedef, static, _, chosen),) = key
 
-        def called(*lists: list) -> _Result:
+        def called(*lists: list) -> _Split:
             nonlocal traces
             traces += 1
-            arrays = itertools.chain(*lists)
-            leaves = [next(arrays) if x is None else x for x in static]
-            of_first, of_rest = treedef.unflatten(leaves)
+            arrays = [*itertools.chain(*lists)]
+            of_first, of_rest = _Split(arrays, (treedef, static)).tree
             with for_platform(chosen):
-                return _Result.of(fun(of_first, *of_rest))
+                return _Split.of(fun(of_first, *of_rest))
 
         called.__name__, called.__qualname__ = fun.__name__, fun.__qualname__
         if getattr(jax.config, "jax_disable_jit", False):
@@ -300,7 +299,7 @@ def compiled(
     jit: Any = eqx.filter_jit
     waited = jit(lambda first, *rest: first[0](first[1], *rest), donate=donate)
 
-    def computed(key: frozenset, lists: list[list]) -> _Result:
+    def computed(key: frozenset, lists: list[list]) -> _Split:
         if key not in waiting:
             try:
                 return jitted(key, *lists)
