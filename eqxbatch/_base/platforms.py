@@ -227,7 +227,10 @@ def num_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
 
 
-class _Split(eqx.Module):
+# No Module, which would warn of a function of JAX in the PyTree: that is the user's.
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Split:
     """A PyTree as its arrays, which programs take and return, and the rest of it."""
 
     arrays: list
