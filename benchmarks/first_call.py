@@ -118,7 +118,11 @@ def second_calls() -> dict[str, tuple[Callable, tuple]]:
     product = lambda x, y: x @ y.T
     return {
         "filter_batch_kernel": (filter_batch_kernel(product, block_size=2), (x,)),
-        "EmpiricalNTK": (lambda model, x: EmpiricalNTK(model)(x), (model, x)),
+        "EmpiricalNTK": (EmpiricalNTK(model), (x,)),
+        "EmpiricalNTK, made anew": (
+            lambda model, x: EmpiricalNTK(model)(x),
+            (model, x),
+        ),
         "filter_micro_vmap": (
             filter_micro_vmap(
                 lambda model, x: model(x), in_axes=(None, 0), microbatch_size=2

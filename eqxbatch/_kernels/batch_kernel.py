@@ -22,16 +22,19 @@ from .engine import check_mesh, MeshAxis, on_device, on_mesh
 from .kernel import (
     AbstractBlockKernel,
     AbstractKernelFunction,
+    are_stored,
     as_array,
     block_kernel,
     BlockSize,
     CalledKernel,
     check_block_size,
     detached,
+    examples_of,
     make_sides,
     on_mesh_of_results,
     room_of,
     SHARE,
+    SideArguments,
     sizes_of,
 )
 from .on_host import check_concrete, in_turn, tile_program, to_store
@@ -281,62 +284,86 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        call = BatchKernel.called(self, as_array, *args, **kwargs)
-        return computed(call, self.row_axis, self.reduce, self.store, self.progress)
+        make = BatchKernel.called(self, *args, **kwargs)
+        return computed(make, self.row_axis, self.reduce, self.store, self.progress)
 
     def called(
         self,
-        as_array: Callable[[Any], Any],
         x1: PyTree,
         x2: PyTree = None,
         /,
         *args: Any,
         key: Any = None,
         **kwargs: Any,
-    ) -> CalledKernel:
-        """The kernel of these examples, after NumPy arrays are converted."""
+    ) -> "Maker":
+        """Makes the kernel of these examples."""
         fun: Any = self.kernel_fn
         symmetric = self.symmetric
         if symmetric is None:
             symmetric = getattr(fun, "symmetric", False)
-        is_alone = x2 is None
-        x2 = None if x2 is x1 else x2
-        args = jtu.tree_map(as_array, args)
-        # Pairs of one object are found before each of them is converted.
-        axes = self.in_axes, getattr(fun, "kwargs_axes", {})
-        both = make_sides(x1, x2, key, kwargs, *axes)
-        sides, shared = jtu.tree_map(as_array, both)
         # The free memory is looked up before tracing.
         sizes = sizes_of(self.block_size)
-        is_ours = isinstance(self.kernel_fn, AbstractKernelFunction)
-        room = room_of(sizes) if is_ours or any(x.stored for x in sides) else 0
-        return CalledKernel(
-            fun,
-            args,
-            sides,
-            shared,
-            self.out_axes,
-            is_alone,
-            self.pairwise,
-            symmetric=None if symmetric is False else symmetric,
-            sizes=sizes,
-            room=room,
-        )
+        is_ours = isinstance(fun, AbstractKernelFunction)
+        settings = {
+            "out_axes": self.out_axes,
+            "is_alone": x2 is None,
+            "pairwise": self.pairwise,
+            "symmetric": None if symmetric is False else symmetric,
+            "sizes": sizes,
+            "room": room_of(sizes) if is_ours else 0,
+        }
+        axes = self.in_axes, getattr(fun, "kwargs_axes", {})
+        examples = examples_of(x1, x2, key, kwargs)
+        return jtu.Partial(_called_kernel, fun, args, *examples, *axes, **settings)
+
+
+def _called_kernel(
+    fun: Callable,
+    args: tuple,
+    examples: list[SideArguments],
+    shared: dict[str, Any],
+    in_axes: PyTree,
+    kwargs_axes: dict[str, PyTree],
+    **settings: Any,
+) -> CalledKernel:
+    sides = make_sides(examples, in_axes, kwargs_axes)
+    if any(side.stored for side in sides):
+        settings["room"] = room_of(settings["sizes"])
+    return CalledKernel(fun, args, sides, shared, **settings)
+
+
+# Makes a kernel, and is a PyTree of its arrays: inside of a program, making it takes no
+# time in later calls.
+Maker = Callable[[], AbstractBlockKernel]
+
+
+def known(kernel: AbstractBlockKernel) -> Maker:
+    """Makes a kernel that is there."""
+    return jtu.Partial(_itself, kernel)
+
+
+def _itself(kernel: AbstractBlockKernel) -> AbstractBlockKernel:
+    return kernel
 
 
 def computed(
-    kernel: AbstractBlockKernel,
+    make: Maker,
     mesh_axis: MeshAxis | None,
     reduce: PyTree = None,
     store: Any = "device",
     meter: AbstractProgressMeter | None = None,
 ) -> PyTree:
     """The arrays of a kernel, with settings as for `BatchKernel`."""
-    kernel, stored = detached(kernel)
     mesh = None if mesh_axis is None else mesh_axis.mesh
+    is_stored = isinstance(store, AbstractStore)
+    in_one_program = meter is None and not is_stored and not are_stored(make)
+    # Blocks can start anywhere, which a mesh with explicit axes does not allow.
+    if in_one_program:
+        make, reduce = gathered((make, reduce), mesh)
+        return _run(make, reduce, mesh_axis)
+    kernel, stored = detached(jtu.tree_map(as_array, make()))
     if stored:
         check_concrete((kernel, reduce), "examples that are not in memory")
-        is_stored = isinstance(store, AbstractStore)
         fits = mesh is None or (is_stored and len(mesh.local_devices) == 1)
         if not fits or explicit_mesh((kernel, reduce)):
             raise ValueError(
@@ -344,15 +371,14 @@ def computed(
                 "`mesh` needs a `store`, one device of this process, and no arrays on "
                 "Explicit axes. Read them by `numpy.asarray`, or leave it out."
             )
-    # Blocks can start anywhere, which a mesh with explicit axes does not allow.
     kernel, reduce = gathered((kernel, reduce), mesh)
-    if isinstance(store, AbstractStore):
+    if is_stored:
         kernel = _sized(kernel, None, None, by_tiles=True, on_device=False)
         return to_store(kernel, stored, store, meter, mesh_axis)
     if meter is not None or stored:
         kernel = _sized(kernel, reduce, None, by_tiles=bool(stored))
         return in_turn(kernel, stored, reduce, meter)
-    return _run(kernel, reduce, mesh_axis)
+    return _run(known(kernel), reduce, mesh_axis)
 
 
 def on_one_device(kernel: _Kernel) -> _Kernel:
@@ -363,11 +389,9 @@ def on_one_device(kernel: _Kernel) -> _Kernel:
 
 
 @compiled
-def _run(
-    kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis | None
-) -> PyTree:
-    with within_mesh((kernel, reduce)):
-        kernel = _sized(kernel, reduce, mesh_axis)
+def _run(make: Maker, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
+    with within_mesh((make, reduce)):
+        kernel = _sized(make(), reduce, mesh_axis)
         return _on_devices(kernel, reduce, mesh_axis)
 
 

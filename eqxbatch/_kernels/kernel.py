@@ -528,19 +528,17 @@ Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
 KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
 
 
-def make_sides(
-    x1: PyTree,
-    x2: PyTree,
-    key: Any,
-    kwargs: dict[str, Any],
-    in_axes: PyTree,
-    kwargs_axes: dict[str, PyTree],
-    *,
-    in_blocks: bool = True,
-) -> tuple[list["Side"], dict[str, Any]]:
-    """The two sides of a call, or one if they are equal, and shared arguments.
+# The examples of one side: `x`, keys, and keyword arguments.
+SideArguments = tuple[PyTree, Any, dict[str, Any]]
 
-    If arrays are not in memory, sides have no rows, which are read `in_blocks`.
+
+def examples_of(
+    x1: PyTree, x2: PyTree, key: Any, kwargs: dict[str, Any]
+) -> tuple[list[SideArguments], dict[str, Any]]:
+    """The examples of the two sides of a call, or of one if they are equal.
+
+    And the arguments that are shared. It must see the objects of the call: within a
+    program, they are not the same any more.
     """
     pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
     shared = {name: x for name, x in kwargs.items() if name not in pairs}
@@ -557,14 +555,26 @@ def make_sides(
         and keys[0] is keys[1]
         and all(second is None or second is first for first, second in pairs.values())
     )
-    axes = in_axes, kwargs_axes
     first = {name: pair[0] for name, pair in pairs.items()}
-    sides = [Side(x1, keys[0], first, *axes, is_second=False)]
+    sides: list[SideArguments] = [(x1, keys[0], first)]
     if not is_same:
         second = {name: x if y is None else y for name, (x, y) in pairs.items()}
-        x2 = x1 if x2 is None else x2
-        sides.append(Side(x2, keys[1], second, *axes, is_second=True))
-    return [*map(_with_stored, sides)] if in_blocks else sides, shared
+        sides.append((x1 if x2 is None else x2, keys[1], second))
+    return sides, shared
+
+
+def are_stored(tree: PyTree) -> bool:
+    """Whether some arrays are not in memory."""
+    return any(map(is_stored, jtu.tree_leaves(tree)))
+
+
+def make_sides(
+    sides: list[SideArguments], in_axes: PyTree, kwargs_axes: dict[str, PyTree]
+) -> list["Side"]:
+    """The sides of a call, without rows if they are not in memory."""
+    axes = in_axes, kwargs_axes
+    numbered = enumerate(sides)
+    return [_with_stored(Side(*side, *axes, is_second=i > 0)) for i, side in numbered]
 
 
 def is_pair(x: Any) -> bool:
@@ -575,6 +585,8 @@ def is_pair(x: Any) -> bool:
 
 
 def _key_pair(key: Any, is_one: bool) -> tuple:
+    if key is None:
+        return None, None
     check_types({"key": key}, {"key": Keys}, KEY_REMEDY)
     if isinstance(key, (tuple, list)):
         if len(key) != 2:
@@ -583,8 +595,6 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
                 f"{len(key)} keys."
             )
         return tuple(key)
-    if key is None:
-        return None, None
     is_single = isinstance(key, (jax.Array, np.ndarray)) and _is_single(key)
     if is_one and not is_single:
         return key, key

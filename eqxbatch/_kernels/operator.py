@@ -10,6 +10,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import lineax
 import numpy as np
 from jax import lax
@@ -25,7 +26,7 @@ from .._base.trees import described, safe_zip
 from .._batch.batch import Block
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
 from .._batch.store import AbstractStore, as_store, in_threads, Store
-from .batch_kernel import BatchKernel, computed, on_one_device
+from .batch_kernel import BatchKernel, computed, known, on_one_device
 from .engine import make_collectors, MeshAxis, run_tiles, Tiles
 from .kernel import (
     AbstractBlockKernel,
@@ -109,7 +110,7 @@ class ComputedMatrix(AbstractMatrix):
     def __init__(self, transform: BatchKernel, x1: Any, x2: Any, kwargs: dict):
         self.mesh_axis = transform.row_axis
         # Copies, as the caller may change NumPy arrays later.
-        self.call = transform.called(as_jax, x1, x2, **kwargs)
+        self.call = jtu.tree_map(as_jax, transform.called(x1, x2, **kwargs)())
         on_device = on_one_device(self.call)
         assert isinstance(on_device.sizes, tuple)
         self.sizes = on_device.sizes
@@ -135,17 +136,17 @@ class ComputedMatrix(AbstractMatrix):
         """The matrix in a store."""
         symmetric = True if self.is_hermitian else None
         call = dataclasses.replace(self.call, symmetric=symmetric)
-        return computed(call, self.mesh_axis, None, store, meter)
+        return computed(known(call), self.mesh_axis, None, store, meter)
 
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
             return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
         reduce: AbstractReduction = KernelProduct(vectors)
         reduce = _OfTranspose(reduce) if is_transposed else reduce
-        return computed(self.call, self.mesh_axis, reduce)
+        return computed(known(self.call), self.mesh_axis, reduce)
 
     def whole(self) -> Array:
-        return computed(self.call, self.mesh_axis)
+        return computed(known(self.call), self.mesh_axis)
 
     def diagonal(self) -> Array:
         return _in_one_program(_diagonal, self._on_one_device)

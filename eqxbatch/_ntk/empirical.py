@@ -24,15 +24,18 @@ from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.engine import on_device
 from .._kernels.kernel import (
     AbstractKernelFunction,
-    as_array,
+    are_stored,
     CalledKernel,
     each_key,
+    examples_of,
     KEY_REMEDY,
     Keys,
     leaves_at,
     make_sides,
     room_of,
     SHARE,
+    Side,
+    SideArguments,
     Sizes,
     sizes_of,
 )
@@ -106,10 +109,15 @@ def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
 # The model is an argument of the one compiled function, so that repeated calls with the
 # same shapes are not retraced.
 @compiled
-def _run(model: TracedModel, task: Task, sizes: Sizes | MemoryBudget, room: int) -> Any:
-    model, task = gathered((model, task))
-    with within_mesh((model, task)):
-        return _fitted(model, task, sizes, room)
+def _run(
+    make: Callable[[], TracedModel],
+    task: Task,
+    sizes: Sizes | MemoryBudget,
+    room: int,
+) -> Any:
+    make, task = gathered((make, task))
+    with within_mesh((make, task)):
+        return _fitted(make(), task, sizes, room)
 
 
 def _fitted(
@@ -201,8 +209,8 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
                 "in `diagonal_axes`."
             )
         get, kwargs = _split(self._get, **kwargs)
-        model = _model_of(self, get, (x1, x2, key, kwargs), is_diagonal=True)
-        return _in_one_program(self, model, kernels_of)
+        examples = (x1, x2, key, kwargs)
+        return _in_one_program(self, get, examples, kernels_of, is_diagonal=True)
 
     def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
         is_asymmetric = len(call.sides) == 1 and call.symmetric is None
@@ -233,47 +241,60 @@ Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
 # A call runs functions: to look up a method of a Module makes another Module.
 def _computed(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any:
     """The kernels of some examples, after they are stored or reduced."""
-    model = _model_of(estimator, get, examples)
-    if estimator._is_plain and not model.has_stored:
-        return _in_one_program(estimator, model, kernels_of)
+    sides, shared = examples_of(*examples)
+    if estimator._is_plain and not are_stored(sides):
+        return _in_one_program(estimator, get, examples, kernels_of)
     sizes = sizes_of(estimator.block_size)
-    mirror = estimator._request.mirror
-    kernel = _in_blocks(model, mirror, sizes, room_of(sizes))
-    kernel = jtu.tree_map(as_array, kernel)
+    parts = estimator, get, sides, shared, sizes, room_of(sizes)
+    make = jtu.Partial(_kernel, *parts)
     if not isinstance(estimator, AbstractStored):
-        return computed(kernel, None)
+        return computed(make, None)
     settings = estimator.reduce, estimator.store, estimator.progress
-    return computed(kernel, estimator.row_axis, *settings)
+    return computed(make, estimator.row_axis, *settings)
 
 
-def _model_of(
+def _model(
     estimator: AbstractEstimator,
     get: Any,
-    examples: Examples,
-    *,
+    sides: list[SideArguments],
+    shared: dict[str, Any],
     is_diagonal: bool = False,
 ) -> TracedModel:
     """The model with the examples of a call."""
     axes = estimator.in_axes, estimator.kwargs_axes
-    sides, shared = make_sides(*examples, *axes)
-    request = estimator._request
-    return TracedModel(request, estimator.model, get, sides, shared, is_diagonal)
+    request, both = estimator._request, make_sides(sides, *axes)
+    return TracedModel(request, estimator.model, get, both, shared, is_diagonal)
+
+
+def _kernel(
+    estimator: AbstractEstimator, get: Any, sides: list, shared: dict, *sizes: Any
+) -> ModelKernel:
+    model = _model(estimator, get, sides, shared)
+    return _in_blocks(model, estimator._request.mirror, *sizes)
 
 
 def _in_one_program(
-    estimator: AbstractEstimator, model: TracedModel, task: Task
+    estimator: AbstractEstimator,
+    get: Any,
+    examples: Examples,
+    task: Task,
+    *,
+    is_diagonal: bool = False,
 ) -> Any:
-    if model.has_stored:
+    """What is computed of a model with the examples of a call."""
+    sides, shared = examples_of(*examples)
+    if are_stored(sides):
         raise ValueError(
             "This needs all examples in memory: `numpy.asarray(x)`. For a result for "
             "each one, read some at a time: `over_batches(filter_microbatch("
             "ntk.diagonal, accumulator=Concat()), batch_size=...)(x)`."
         )
+    make = jtu.Partial(_model, estimator, get, sides, shared, is_diagonal)
     if estimator.block_size is None:
         # There is nothing to keep for other blocks.
-        return _run(model, task, (None, None), 0)
+        return _run(make, task, (None, None), 0)
     sizes = sizes_of(estimator.block_size)
-    return _run(model, task, sizes, room_of(sizes))
+    return _run(make, task, sizes, room_of(sizes))
 
 
 def _in_blocks(
@@ -450,8 +471,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         `TypeError` if JAX has neither forward mode for the model nor the transpose of
         reverse mode.
         """
-        model = _model_of(self, "ntk", (x1, x2, key, kwargs))
-        return _in_one_program(self, model, eqx.Partial(kernel_product, v))
+        task = eqx.Partial(kernel_product, v)
+        return _in_one_program(self, "ntk", (x1, x2, key, kwargs), task)
 
     def features(
         self, x: PyTree, *, key: Keys = None, store: Store | None = None, **kwargs: Any
@@ -477,10 +498,10 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
                 "parameters without one. Pass `metric=eqxbatch.Projection(dim, key)`."
             )
         self.check_is_batched()
+        examples = (x, None, key, kwargs)
         if store is not None:
-            return _stored_features(self, store, (x, None, key, kwargs))
-        model = _model_of(self, "ntk", (x, None, key, kwargs))
-        return _in_one_program(self, model, features)
+            return _stored_features(self, store, examples)
+        return _in_one_program(self, "ntk", examples, features)
 
     def untraced_operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -493,10 +514,11 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         """
         lineax = import_extra("lineax", "untraced_operator", "linalg")
         product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
-        model = _model_of(self, "ntk", (x1, x2, key, kwargs))
-        run = lambda: _in_one_program(self, model, zero_outputs)
+        examples = (x1, x2, key, kwargs)
+        run = lambda: _in_one_program(self, "ntk", examples, zero_outputs)
         structs = eqx.filter_eval_shape(run)
-        tags = lineax.positive_semidefinite_tag if len(model.sides) == 1 else ()
+        is_same = len(examples_of(*examples)[0]) == 1
+        tags = lineax.positive_semidefinite_tag if is_same else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
@@ -510,12 +532,12 @@ def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any
             "are read and stored together, and examples along axis 0; got "
             f"`block_size={ntk.block_size}`, and the axes {axes}."
         )
-    sides, shared = make_sides(*examples, *axes, in_blocks=False)
-    side = sides[0]
-    shapes: list[Any] = [getattr(x, "shape", ()) for x in jtu.tree_leaves(side.x)]
+    ((x, key, kwargs), *_), shared = examples_of(*examples)
+    shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jtu.tree_leaves(x)]
     # What has no rows raises as it does without a store.
-    total = shapes[0][0] if shapes and all(shapes) else side.rows.total
-    batches = side.x, each_key(side.key, total), side.kwargs
+    is_known = shapes and all(shapes)
+    total = shapes[0][0] if is_known else Side(x, key, kwargs, *axes, False).rows.total
+    batches = x, each_key(key, total), kwargs
     rows = filter_microbatch(
         _features_of_rows,
         in_axes=(None, None, 0, 0, 0),

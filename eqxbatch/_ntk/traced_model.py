@@ -604,11 +604,6 @@ class TracedModel(eqx.Module):
         return result
 
     @property
-    def has_stored(self) -> bool:
-        """Whether some examples are not in memory."""
-        return any(side.total is not None for side in self._sides)
-
-    @property
     def rows(self) -> tuple[Rows, Rows]:
         """The examples of both sides; a single object if they are the same."""
         return self.sides[0].rows, self.sides[-1].rows
