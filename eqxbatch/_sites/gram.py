@@ -13,7 +13,6 @@ sum over examples is one product more. Gradients of a table are zero but for the
 that tokens select. Other gradients are formed, a few at a time.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +67,6 @@ from .site import (
     labels_of,
     leaf_site,
     Site,
-    SiteLoop,
 )
 
 
@@ -110,7 +108,7 @@ def _groups(sites: Sequence[Site]) -> list[list[Site]]:
     groups: dict[tuple, list[Site]] = {}
     for number, site in enumerate(sites):
         view, rule = site.view, site.rule
-        key = (view.key, view.windows, rule.kind, rule.key, site.loops)
+        key = (view.key, view.loops, rule.kind, rule.key, site.loops)
         # A small site is no longer small once it is merged into a loop.
         key = (number,) if has_few_directions(site) else key
         groups.setdefault(key, []).append(site)
@@ -150,8 +148,7 @@ class OfLeaf(NamedTuple):
             of_a, of_d = safe_zip(*map(factors.of, group))
             site = group[0].with_own(number, None if of_a[0] is None else number)
             if len(group) > 1:
-                loop = SiteLoop((-1, len(group)), False, len(group))
-                site = dataclasses.replace(site, loops=(loop, *site.loops))
+                site = site.within((-1, len(group)))
                 of_d = [_stacked(of_d, len(factors.outputs))]
                 of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
             merged.append(site)

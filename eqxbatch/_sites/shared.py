@@ -45,6 +45,21 @@ from .._base.trees import safe_zip
 # A `scan` around an equation: its index, which grows inwards, and its length.
 Loop = tuple[int, int]
 
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a loop that use a leaf.
+
+    - `length`: their number; they begin with `start`, or are all steps if that is None.
+    - `is_sliced`: whether each of them uses another slice of the leaf.
+    """
+
+    loop: Loop
+    length: int
+    start: int | None = None
+    is_sliced: bool = True
+
+
 _ORDERS = itertools.count()
 _ELEMENTWISE = with_trait("entries")
 # Linear in all inputs together, as far as second derivatives are concerned.
@@ -359,10 +374,9 @@ class View:
 
     - `leaf`, `type_of_leaf`: the index of the leaf, and its shape, dtype and so on.
     - `shape`: the shape of the view. The result of `apply` has leading axes for
-        `loops`: the loops in which the view differs between steps, outermost first.
-    - `windows`: the loops in some of whose steps the view is zero, with the first of
-        the others and their number.
-    - `steps`: linear functions of an array, with the indices of values that they read.
+        `loops`: the loops in which the view differs between steps, outermost first. The
+        view is zero in steps that are left out.
+    - `maps`: linear functions of an array, with the indices of values that they read.
     - `key`: equal for two views that are the same function.
     - `axes`: for each axis of the view, including leading ones, the corresponding axis
         of the leaf, or None if the leaf is repeated along it. None if some axis is
@@ -380,9 +394,8 @@ class View:
     type_of_leaf: Any
     shape: tuple[int, ...]
     axes: tuple[int | None, ...] | None
-    loops: tuple[Loop, ...] = ()
-    windows: tuple[tuple[Loop, tuple[int, int]], ...] = ()
-    steps: tuple[tuple[Callable[[Array, list], Array], tuple[int, ...]], ...] = ()
+    loops: tuple[Steps, ...] = ()
+    maps: tuple[tuple[Callable[[Array, list], Array], tuple[int, ...]], ...] = ()
     key: tuple[str, ...] = ()
     scale: float | complex = 1.0
     is_weighted: bool = False
@@ -397,7 +410,7 @@ class View:
     @property
     def reads(self) -> list[int]:
         """The indices of the values that it reads."""
-        return [i for _, numbers in self.steps for i in numbers]
+        return [i for _, numbers in self.maps for i in numbers]
 
     @property
     def is_whole(self) -> bool:
@@ -426,7 +439,7 @@ class View:
 
     def apply(self, x: Array, values: list) -> Array:
         """Applies the view to a leaf `x`; `values` are those of the program."""
-        for fun, numbers in self.steps:
+        for fun, numbers in self.maps:
             x = fun(x, [values[i] for i in numbers])
         return x
 
@@ -441,15 +454,11 @@ class View:
 
     def scanned(self, loop: Loop) -> "View":
         """A slice along axis 0, as in the body of a scan."""
-        place = self.place
-        window = () if place is None else ((loop, (place.start, place.size)),)
-        return dataclasses.replace(
-            self,
-            loops=(*self.loops, loop),
-            windows=(*self.windows, *window),
-            shape=self.shape[1:],
-            place=None,
-        )
+        place, steps = self.place, Steps(loop, loop[1])
+        if place is not None:
+            steps = Steps(loop, place.size, place.start)
+        loops, shape = (*self.loops, steps), self.shape[1:]
+        return dataclasses.replace(self, loops=loops, shape=shape, place=None)
 
     def in_zeros(self) -> "View":
         """The view with the zeros around it."""
@@ -480,7 +489,9 @@ class View:
         """
         view = self.in_zeros()
         of_values = [loops for _, loops in values]
-        loops = merged_loops(view.loops, *of_values)
+        known = {steps.loop: steps for steps in view.loops}
+        merged = merged_loops(tuple(known), *of_values)
+        loops = tuple(known.get(loop, Steps(loop, loop[1])) for loop in merged)
         kept, composed = view.axes, None
         if kept is not None and axes is not None:
             num = len(view.loops)
@@ -493,7 +504,7 @@ class View:
             shape=tuple(shape),
             axes=composed,
             loops=loops,
-            steps=(*view.steps, (fun, tuple(number for number, _ in values))),
+            maps=(*view.maps, (fun, tuple(number for number, _ in values))),
             key=(*view.key, key),
             scale=view.scale * scale,
             is_weighted=view.is_weighted or is_weighted,
@@ -505,22 +516,23 @@ def _mapped(
     step: Callable[..., Array],
     view: View,
     of_values: list[tuple[Loop, ...]],
-    loops: tuple[Loop, ...],
+    loops: tuple[Steps, ...],
 ) -> Callable[[Array, list], Array]:
     """Maps a step over the loops of the view and of the values."""
-    run, windows = lambda x, values: step(x, *values), dict(view.windows)
-    for loop in reversed(loops):
-        axes = [0 if loop in loops else None for loops in of_values]
-        _, length = windows.get(loop, loop)
-        run = jax.vmap(run, (0 if loop in view.loops else None, axes), axis_size=length)
+    run = lambda x, values: step(x, *values)
+    for steps in reversed(loops):
+        axes = [0 if steps.loop in others else None for others in of_values]
+        axes = (0 if steps in view.loops else None, axes)
+        run = jax.vmap(run, axes, axis_size=steps.length)
 
     def cut(x: Array, values: list) -> Array:
         values = [*values]
-        for loop, window in windows.items():
-            for i, loops in enumerate(of_values):
-                if loop in loops:
+        for steps in view.loops:
+            for i, others in enumerate(of_values):
+                if steps.start is not None and steps.loop in others:
                     values[i] = jax.lax.slice_in_dim(
-                        values[i], window[0], sum(window), axis=loops.index(loop)
+                        *(values[i], steps.start, steps.start + steps.length),
+                        axis=others.index(steps.loop),
                     )
         return run(x, values)
 

@@ -43,7 +43,7 @@ from .._base.dtypes import is_complex
 from .._base.jaxprs import full_varying_as, literal, SUMS
 from .._base.platforms import patches
 from .._base.trees import safe_zip
-from .shared import leaf_view, Loop, Node, View
+from .shared import leaf_view, Loop, Node, Steps, View
 
 
 # Gradients with at most this many fixed directions are not formed.
@@ -113,28 +113,6 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class SiteLoop:
-    """A `scan` around a site. The factors have an axis for its steps.
-
-    - `loop`: its index and length.
-    - `is_sliced`: whether the view differs between steps.
-    - `length`: the number of steps that use the leaf; they begin with `start`, or are
-        all steps if that is None.
-    """
-
-    loop: Loop
-    is_sliced: bool
-    length: int
-    start: int | None = None
-
-    @classmethod
-    def of(cls, view: View, loop: Loop) -> "SiteLoop":
-        """A loop around the site of a view."""
-        start, length = dict(view.windows).get(loop, (None, loop[1]))
-        return cls(loop, loop in view.loops, length, start)
-
-
-@dataclasses.dataclass(frozen=True)
 class Site:
     """One use of a leaf.
 
@@ -142,7 +120,8 @@ class Site:
     - `perturbation`: the index of its cotangent `d`.
     - `operand`: the index of its operand `a`; None if it has none.
     - `is_complex`: whether `d` is.
-    - `loops`: the `scan`s around it, outermost first.
+    - `loops`: the `scan`s around it, outermost first. Its factors have an axis for the
+        steps of each.
     - `source`: the value there, if it is not linear in the leaf.
     - `is_coupled`: whether its second derivatives are not diagonal.
     - `is_reverse`: whether it has no forward mode, and therefore no second derivatives.
@@ -154,7 +133,7 @@ class Site:
     perturbation: int
     operand: int | None
     is_complex: bool
-    loops: tuple[SiteLoop, ...] = ()
+    loops: tuple[Steps, ...] = ()
     source: Node | None = None
     is_coupled: bool = False
     is_reverse: bool = False
@@ -168,6 +147,12 @@ class Site:
     def takes_real_part(self) -> bool:
         """Whether the leaf is real, and its gradient a real part."""
         return self.is_complex and not self.view.is_complex
+
+    def within(self, loop: Loop) -> "Site":
+        """The site in the body of a `scan`."""
+        of_view = [steps for steps in self.view.loops if steps.loop == loop]
+        (steps,) = of_view or [Steps(loop, loop[1], is_sliced=False)]
+        return dataclasses.replace(self, loops=(steps, *self.loops))
 
     @property
     def view_shape(self) -> tuple[int, ...]:
@@ -333,8 +318,8 @@ def _same_isometry(site: Site, other: Site) -> bool:
 def _identity(site: Site) -> tuple:
     shape = tuple(site.sizes[name] for name in site.w_axes)
     view = site.view
-    windows = tuple(map(dict(view.windows).get, view.loops))
-    return (has_named_axes(site), view.key, windows, site.rule.splits, shape)
+    parts = tuple((steps.start, steps.length) for steps in view.loops)
+    return (has_named_axes(site), view.key, parts, site.rule.splits, shape)
 
 
 def _cross(site: Site, other: Site) -> bool:

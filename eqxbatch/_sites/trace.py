@@ -64,7 +64,7 @@ from .shared import (
     slope_of,
     View,
 )
-from .site import Axes, find_rule, leaf_site, Rule, Site, SiteLoop
+from .site import Axes, find_rule, leaf_site, Rule, Site
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -166,7 +166,7 @@ class Program:
             structs = [self.perturbations[site.perturbation]]
             if operand is not None:
                 structs.append(self.operands[operand])
-            key += [view.key, view.windows, rule.kind, rule.key, site.loops]
+            key += [view.key, view.loops, rule.kind, rule.key, site.loops]
             key += [(struct.shape, struct.dtype) for struct in structs]
             key += [site.is_complex, site.is_coupled, site.is_reverse]
             if site.source is not None or view.reads:
@@ -545,10 +545,7 @@ class Finder:
         inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
         returned = _views(itertools.compress(inner.outs, live))
         self.fail(returned, equation, "a `scan` returns a parameter")
-        inner.sites = [
-            dataclasses.replace(site, loops=(SiteLoop.of(site.view, loop), *site.loops))
-            for site in inner.sites
-        ]
+        inner.sites = [site.within(loop) for site in inner.sites]
         step = functools.partial(run_scan, equation.eqn, inner)
         equation.plan.include(equation.index, step, [inner], (length,))
 
