@@ -10,6 +10,7 @@ from eqxbatch import (
     EmpiricalKernel,
     EmpiricalNNGP,
     EmpiricalNTK,
+    filter_batch_kernel,
     filter_ggn,
     filter_ggnvp,
     filter_grid_vmap,
@@ -28,6 +29,8 @@ from eqxbatch import (
     Mean,
     MemoryBudget,
 )
+from eqxbatch._kernels import batch_kernel
+from eqxbatch._ntk import empirical
 from .helpers import drawn
 
 
@@ -163,3 +166,22 @@ def test_programs_of_a_kernel_share_the_trace_of_its_model(place):
     run() if place == "store" else eqx.filter_eval_shape(run)
     # What devices of a mesh run has other types.
     assert len(CALLS) == (1 if place == "store" else 2)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    (
+        filter_batch_kernel(lambda x, y: x @ y.T),
+        EmpiricalNNGP(MODEL, reduce=FrobeniusNorm()),
+        EmpiricalNTK(MODEL),
+        EmpiricalNTK(MODEL, block_size=2).diagonal,
+    ),
+    ids=["function", "reduced", "model", "diagonal"],
+)
+def test_later_calls_of_a_kernel_make_no_sides(kernel, monkeypatch):
+    expected = kernel(X, X + 1)
+    for part in (batch_kernel, empirical):
+        monkeypatch.setattr(part, "make_sides", None)
+    assert jnp.array_equal(kernel(X, X + 1), expected)
+    with pytest.raises(TypeError, match="NoneType"):
+        kernel(X[1:])
