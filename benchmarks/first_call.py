@@ -118,8 +118,8 @@ def second_calls() -> dict[str, tuple[Callable, tuple]]:
     product = lambda x, y: x @ y.T
     return {
         "filter_batch_kernel": (filter_batch_kernel(product, block_size=2), (x,)),
-        "EmpiricalNTK": (EmpiricalNTK(model), (x,)),
-        "EmpiricalNTK, made anew": (
+        "EmpiricalNTK": (lambda ntk, x: ntk(x), (EmpiricalNTK(model), x)),
+        "EmpiricalNTK(model)(x)": (
             lambda model, x: EmpiricalNTK(model)(x),
             (model, x),
         ),
