@@ -209,8 +209,8 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
                 "in `diagonal_axes`."
             )
         get, kwargs = _split(self._get, **kwargs)
-        examples = (x1, x2, key, kwargs)
-        return _in_one_program(self, get, examples, kernels_of, is_diagonal=True)
+        examples = examples_of(x1, x2, key, kwargs)
+        return _in_one_program(self, get, *examples, kernels_of, is_diagonal=True)
 
     def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
         is_asymmetric = len(call.sides) == 1 and call.symmetric is None
@@ -243,7 +243,7 @@ def _computed(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any
     """The kernels of some examples, after they are stored or reduced."""
     sides, shared = examples_of(*examples)
     if estimator._is_plain and not are_stored(sides):
-        return _in_one_program(estimator, get, examples, kernels_of)
+        return _in_one_program(estimator, get, sides, shared, kernels_of)
     sizes = sizes_of(estimator.block_size)
     parts = estimator, get, sides, shared, sizes, room_of(sizes)
     make = jtu.Partial(_kernel, *parts)
@@ -276,13 +276,13 @@ def _kernel(
 def _in_one_program(
     estimator: AbstractEstimator,
     get: Any,
-    examples: Examples,
+    sides: list[SideArguments],
+    shared: dict[str, Any],
     task: Task,
     *,
     is_diagonal: bool = False,
 ) -> Any:
     """What is computed of a model with the examples of a call."""
-    sides, shared = examples_of(*examples)
     if are_stored(sides):
         raise ValueError(
             "This needs all examples in memory: `numpy.asarray(x)`. For a result for "
@@ -471,8 +471,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         `TypeError` if JAX has neither forward mode for the model nor the transpose of
         reverse mode.
         """
-        task = eqx.Partial(kernel_product, v)
-        return _in_one_program(self, "ntk", (x1, x2, key, kwargs), task)
+        task, examples = eqx.Partial(kernel_product, v), (x1, x2, key, kwargs)
+        return _in_one_program(self, "ntk", *examples_of(*examples), task)
 
     def features(
         self, x: PyTree, *, key: Keys = None, store: Store | None = None, **kwargs: Any
@@ -501,7 +501,7 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         examples = (x, None, key, kwargs)
         if store is not None:
             return _stored_features(self, store, examples)
-        return _in_one_program(self, "ntk", examples, features)
+        return _in_one_program(self, "ntk", *examples_of(*examples), features)
 
     def untraced_operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -514,11 +514,10 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         """
         lineax = import_extra("lineax", "untraced_operator", "linalg")
         product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
-        examples = (x1, x2, key, kwargs)
-        run = lambda: _in_one_program(self, "ntk", examples, zero_outputs)
+        sides, shared = examples_of(x1, x2, key, kwargs)
+        run = lambda: _in_one_program(self, "ntk", sides, shared, zero_outputs)
         structs = eqx.filter_eval_shape(run)
-        is_same = len(examples_of(*examples)[0]) == 1
-        tags = lineax.positive_semidefinite_tag if is_same else ()
+        tags = lineax.positive_semidefinite_tag if len(sides) == 1 else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
