@@ -227,7 +227,7 @@ def num_bytes(tree: PyTree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
 
 
-# No Module, which would warn of a function of JAX in the PyTree: that is the user's.
+# Not a Module: Equinox would warn of the user's own functions of JAX in the PyTree.
 @jtu.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Split:

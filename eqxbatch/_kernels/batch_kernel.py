@@ -40,6 +40,11 @@ from .kernel import (
 from .on_host import check_concrete, in_turn, tile_program, to_store
 
 
+# Makes a kernel, and is a PyTree of its arrays: a program that is called with it makes
+# the kernel once, when it is traced.
+Maker = Callable[[], AbstractBlockKernel]
+
+
 _X1 = TypeVar("_X1", bound=Any)
 
 
@@ -295,7 +300,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         *args: Any,
         key: Any = None,
         **kwargs: Any,
-    ) -> "Maker":
+    ) -> Maker:
         """Makes the kernel of these examples."""
         fun: Any = self.kernel_fn
         symmetric = self.symmetric
@@ -330,11 +335,6 @@ def _called_kernel(
     if any(side.stored for side in sides):
         settings["room"] = room_of(settings["sizes"])
     return CalledKernel(fun, args, sides, shared, **settings)
-
-
-# Makes a kernel, and is a PyTree of its arrays: inside of a program, making it takes no
-# time in later calls.
-Maker = Callable[[], AbstractBlockKernel]
 
 
 def known(kernel: AbstractBlockKernel) -> Maker:

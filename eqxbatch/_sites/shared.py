@@ -522,8 +522,8 @@ def _mapped(
     run = lambda x, values: step(x, *values)
     for steps in reversed(loops):
         axes = [0 if steps.loop in others else None for others in of_values]
-        axes = (0 if steps in view.loops else None, axes)
-        run = jax.vmap(run, axes, axis_size=steps.length)
+        in_axes = (0 if steps in view.loops else None, axes)
+        run = jax.vmap(run, in_axes, axis_size=steps.length)
 
     def cut(x: Array, values: list) -> Array:
         values = [*values]
