@@ -252,7 +252,8 @@ class _CallsHostError(Exception):
     """Has a program that calls functions on the host."""
 
 
-def _calls_host(eqn: Any) -> bool:
+def calls_host(eqn: Any) -> bool:
+    """Whether an equation calls a function on the host."""
     # `equinox` hides programs in its own primitive.
     return any(name in eqn.primitive.name for name in ("callback", "noinline"))
 
@@ -290,7 +291,7 @@ def compiled(
         if getattr(jax.config, "jax_disable_jit", False):
             return called(*lists)
         inner = jax.jit(called, inline=inline)
-        if any(map(_calls_host, equations_in(inner.trace(*lists).jaxpr))):
+        if any(map(calls_host, equations_in(inner.trace(*lists).jaxpr))):
             raise _CallsHostError(inner)
         return inner(*lists)
 

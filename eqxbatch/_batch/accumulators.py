@@ -556,7 +556,7 @@ class Sum(AbstractTotal):
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> Total:
-        _check_weights("Sum", self.weights, block.total)
+        check_weights("Sum", self.weights, block.total)
         total, dtype = _cast("Sum", values, self.dtype, self.weights, inexact=False)
         return Total(_sum_of_rows(total, self.weights, block), None, dtype)
 
@@ -807,7 +807,7 @@ def _abs_squared(x: Any) -> Any:
     return (x * x.conj()).real
 
 
-def _check_weights(name: str, weights: Any, total: int | None) -> None:
+def check_weights(name: str, weights: Any, total: int | None) -> None:
     if weights is not None and total not in (None, weights.shape[0]):
         raise ValueError(
             f"{name}(weights=...) needs one weight for each example, shape "
@@ -816,8 +816,8 @@ def _check_weights(name: str, weights: Any, total: int | None) -> None:
 
 
 def check_real(name: str, weights: Any, total: int | None) -> None:
-    """Like `_check_weights`, for weights that may not be complex."""
-    _check_weights(name, weights, total)
+    """Like `check_weights`, for weights that may not be complex."""
+    check_weights(name, weights, total)
     if weights is not None and not any(
         jnp.issubdtype(weights.dtype, kind)
         for kind in (jnp.floating, jnp.integer, jnp.bool_)

@@ -3,18 +3,21 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
+from .._base.backward import backward_of_program
 from .._base.checks import called, check_types, no_arrays_remedy
-from .._base.dtypes import weighted_totals
+from .._base.dtypes import weighted_totals, widened
 from .._base.jaxprs import array_structs, is_struct, TracedFunction
 from .._base.mesh import vary_as
+from .._base.platforms import num_bytes, platform
 from .._base.trees import described, difference, safe_zip, shown
 from .accumulators import check_adds, Concat, Mean, OfTotals, rows_and_weights, Sum
 from .batch import (
@@ -26,7 +29,8 @@ from .batch import (
     split_batch,
     unbatched,
 )
-from .loop import as_slots, run_blocks, Slots, types_of
+from .loop import accumulated, as_slots, Rows, run_blocks, Slots, types_of
+from .padding import Padding, unless_padding
 from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform, Model
 
 
@@ -201,7 +205,8 @@ class Loss(eqx.Module):
 
     `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
     arguments. With `holomorphic`, values are complex. `blocks` says how the batch is
-    cut into microbatches; it is None for a single call. With an `axis_name`, the
+    cut into microbatches; it is None for a single call. `padding` replaces rows of
+    weight 0, if there are weights. With an `axis_name`, the
     function couples the examples of a microbatch, and may return `(value, state)`.
     `names` are those of the function, of `has_aux` and of its pair in messages.
     """
@@ -213,6 +218,7 @@ class Loss(eqx.Module):
     has_aux: bool
     holomorphic: bool = False
     blocks: Blocks | None = None
+    padding: Padding | None = None
     axis_name: Hashable | None = None
     names: tuple[str, str, str] = ("fun", "has_aux", "(value, aux)")
 
@@ -502,25 +508,34 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
 
         `sums(rows, weights)` returns (weighted) sums over a microbatch, and
         `per_example(rows)` results along axis 0. The results are in at least float32.
-        The `program` is that of one example.
+        The `program` is that of one example, and examples of weight 0 have no influence
+        on sums.
         """
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
             return sums([], None), per_example([])
+        if not backward_of_program(program).is_linear:
+            sums = weighted_after(sums, loss.batch.axes)
         arrays, axes, split = rows_and_weights(accumulator, loss.batch, blocks)
+        padding = Padding.of(loss.batch.arrays, loss.batch.axes, accumulator.weights)
 
         def run(
             rows: list, size: int, of_rows: Array | None
         ) -> tuple[tuple[list, PyTree], None]:
             batch, weights_of_rows = split(rows, of_rows)
+            counting = batch
+            if padding is not None:
+                counting = padding.replaced(batch, weights_of_rows)
 
             def shares(weights: Array | None, share: float) -> list:
                 if share != 1:
                     ones = jnp.ones(size) if weights is None else weights
                     weights = ones * share
-                return sums(batch, weights)
+                return sums(counting, weights)
 
             totals = weighted_totals(shares, size, weights_of_rows, program.is_narrow)
+            if padding is not None and weights_of_rows is not None:
+                totals = unless_padding(totals, weights_of_rows)
             return (totals, per_example(batch)), None
 
         def slots(output: tuple, _: Any) -> Slots:
@@ -528,3 +543,38 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
             return as_slots((OfTotals(accumulator), of_examples), output)
 
         return run_blocks(run, arrays, axes, blocks, slots)
+
+
+# Sums over the rows of a microbatch, with weights or without.
+_Sums = Callable[[list, Real[Array, " n"] | None], list]
+
+
+def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
+    """Weighted sums of the results for each example.
+
+    They are right if the results are not linear in a weight that comes before a
+    backward pass.
+    """
+
+    def of_one(rows: list) -> list:
+        return sums([jnp.expand_dims(x, a) for x, a in safe_zip(rows, axes)], None)
+
+    def of_each(rows: list, _: int) -> list:
+        *rows, weights = rows
+        results = jax.vmap(of_one, ([*axes],))(rows)
+        whole = jax.lax.Precision.HIGHEST
+        return [
+            jnp.tensordot(weights.astype(x.dtype), x, 1, precision=whole)
+            for x in map(widened, results)
+        ]
+
+    def weighted(rows: list, weights: Real[Array, " n"] | None) -> list:
+        total = rows[0].shape[axes[0]]
+        weights = jnp.ones(total) if weights is None else weights
+        both = Rows([*rows, weights], (*axes, 0), total)
+        one = jax.eval_shape(of_each, both.at(0, 1).arrays, 1)
+        # As many results at a time as factors of sites would be kept.
+        size = platform().factor_bytes // max(num_bytes(one), 1)
+        return accumulated(of_each, both, max(1, size), Sum())
+
+    return weighted

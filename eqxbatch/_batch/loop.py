@@ -17,16 +17,25 @@ from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, PyTree, Shaped
 
+from .._base.backward import custom_backward
 from .._base.checks import check_types, match_prefix
-from .._base.jaxprs import array_structs, axis_names, is_struct, run_jaxpr, with_arrays
+from .._base.jaxprs import (
+    array_structs,
+    axis_names,
+    equations_in,
+    is_struct,
+    run_jaxpr,
+    with_arrays,
+)
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
-from .._base.platforms import after_loop, assigned, evaluate_in_loop
+from .._base.platforms import after_loop, assigned, calls_host, evaluate_in_loop
 from .._base.trees import described, safe_zip
 from .accumulators import (
     AbstractAccumulator,
@@ -448,8 +457,7 @@ def run_blocks(
     if is_one and limit is None and not checkpoint and passes is None:
         return _at_once(fun, arrays, blocks, slots_of)
     full, output, aux = trace(blocks.size)
-    if blocks.overlaps and len(full.effects) > len(axis_names(full.jaxpr)):
-        # Effects must not happen twice for an example.
+    if blocks.overlaps and _runs_once(full):
         blocks = dataclasses.replace(blocks, overlaps=False)
         full, output, aux = trace(blocks.size)
     slots = slots_of(output, aux)
@@ -494,6 +502,19 @@ def run_blocks(
     if passes is not None:
         results = passes.ended(slots.slots, results, blocks)
     return slots.combine(results)
+
+
+def _runs_once(full: Any) -> bool:
+    """Whether no example of a microbatch may run twice.
+
+    Effects would happen twice, and calls of the host are often the whole cost. A custom
+    backward pass may return something for an example whose cotangent is zero.
+    """
+    if len(full.effects) > len(axis_names(full.jaxpr)):
+        return True
+    if any(map(calls_host, equations_in(full))):
+        return True
+    return not custom_backward(full, [True for _ in full.jaxpr.invars]).is_linear
 
 
 def _at_once(
@@ -877,6 +898,7 @@ def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
     (run,), (tangents,) = primals, tangents
     perturbed = jtu.tree_map(lambda _, t: t is not None, run, tangents)
     diff, nondiff = eqx.partition(run, perturbed)
+    _check_backward(run, perturbed)
 
     def results(diff: _Run) -> list[PyTree]:
         run = eqx.combine(diff, nondiff)
@@ -886,6 +908,25 @@ def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
     # There are no tangents of integers.
     is_inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
     return out, jtu.tree_map(lambda x, t: t if is_inexact(x) else None, out, t_out)
+
+
+def _check_backward(run: _Run, perturbed: Any) -> None:
+    """Raises for a backward pass whose result would depend on the microbatch size.
+
+    In `jax.vmap`, it is called once with the sum of the cotangents of all examples, and
+    would be called here for each microbatch.
+    """
+    if run.blocks.num <= 1 or not any(perturbed.full_consts):
+        return
+    closed = jex.ClosedJaxpr(run.full, run.full_consts)
+    if not custom_backward(closed, [True for _ in run.full.invars]).has_examples:
+        raise ValueError(
+            "The function applies a custom backward pass (`jax.custom_vjp`) to what "
+            "all examples share, and this is not known to be linear in the cotangent. "
+            f"Its derivative through {run.blocks.num} microbatches would not be that "
+            "through one. Apply it outside, and pass its result as an argument; or use "
+            "a single microbatch, with `microbatch_size=None`."
+        )
 
 
 def _as_strong(x: Any) -> Array:

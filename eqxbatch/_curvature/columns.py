@@ -25,14 +25,14 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive, warn_user
 from .._base.dtypes import as_complex, as_real, common_dtype, is_complex, size_groups
-from .._base.jaxprs import (
+from .._base.jaxprs import TracedFunction
+from .._base.mesh import vary_as
+from .._base.modes import (
     Derivative,
     derivative_of,
-    TracedFunction,
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.mesh import vary_as
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import as_block_size, MemoryBudget, Size

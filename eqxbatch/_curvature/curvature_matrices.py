@@ -24,17 +24,15 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
 
 from .._base.checks import called, check_at_least, warn_user
 from .._base.dtypes import as_complex, as_real, common_dtype, widened
-from .._base.jaxprs import (
+from .._base.jaxprs import first_use, TracedFunction, varying
+from .._base.mesh import error_if, sum_except
+from .._base.modes import (
     Derivative,
     derivative_of_program,
-    first_use,
     pushforward,
-    TracedFunction,
-    varying,
     without_forward_mode,
     without_reverse_mode,
 )
-from .._base.mesh import error_if, sum_except
 from .._base.platforms import num_bytes, platform, products_of
 from .._base.trees import described, log, safe_zip, shown
 from .._batch.batch import MemoryBudget
@@ -469,11 +467,14 @@ class GaussNewtonCurvature(AbstractCurvature):
         """The product with the Hessian of all losses, or with what replaces it."""
         if self._fisher is None and self._gradient is jax.grad:
             one = lambda rows, outs: self._loss_of(outs, rows)
-            value = lambda outs: total_loss(_over(one, axes, rows, outs), weights)
+            value = lambda outs: jnp.sum(_over(one, axes, rows, outs))
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
-                return lambda seeds: pull(seeds)[0]
-            return jax.linearize(jax.grad(value), outs)[1]
+                product = lambda seeds: pull(seeds)[0]
+            else:
+                product = jax.linearize(jax.grad(value), outs)[1]
+            # The loss may have a backward pass that is not linear.
+            return lambda seeds: _times_weights(product(seeds), weights)
         vectors = _over(
             lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
         )
@@ -617,6 +618,14 @@ def _over(
         return one(rows, *others)
     in_axes = [list(axes), *(0 for _ in others)]
     return jax.vmap(one, in_axes)(rows, *others)
+
+
+def _times_weights(outs: list, weights: Weights) -> list:
+    """Arrays of examples along axis 0, times the weights of these."""
+    if weights is None:
+        return outs
+    expanded = lambda x: jnp.expand_dims(weights.astype(x.dtype), range(1, x.ndim))
+    return [x * expanded(x) for x in outs]
 
 
 def total_loss(values: Array, weights: Array | None) -> Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Real, Shaped
 
+from .._base.backward import backward_of_program, CustomBackward
 from .._base.checks import (
     as_jax,
     check_at_least,
@@ -23,7 +24,7 @@ from .._base.checks import (
     check_types,
 )
 from .._base.dtypes import widened, widest
-from .._base.jaxprs import array_structs, is_struct, varying
+from .._base.jaxprs import array_structs, is_struct, TracedFunction, varying
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh, spec_of, sum_except
 from .._base.trees import safe_zip, shown
 from .._batch.accumulators import (
@@ -47,6 +48,7 @@ from .._batch.loop import (
     run_blocks,
     Slots,
 )
+from .._batch.padding import Padding
 from .._batch.transform import AbstractEarlyStop, also_decorator, Model, P, run_compiled
 from .._sites.cost import Method
 from .per_example import (
@@ -55,6 +57,7 @@ from .per_example import (
     clipping_groups,
     gradient_of_coupled,
     gradient_of_microbatch,
+    gradient_of_nonlinear,
     gradient_of_sum,
     gradients_by_sites,
     inner_product,
@@ -113,6 +116,13 @@ _IF_WHOLE = (
     f"If it is the loss of a whole batch, pass `batched=True` and {_ACCUMULATORS}; or "
     "pass the loss of one example."
 )
+
+
+class _Example(NamedTuple):
+    """The loss of one example, and what is known of its backward passes."""
+
+    program: TracedFunction
+    backward: CustomBackward
 
 
 class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model, P]):
@@ -312,14 +322,20 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
+        example = self._example(loss)
+        if example is not None and not example.backward.is_linear:
+            # The share of an example in two microbatches would enter backward passes.
+            blocks = dataclasses.replace(blocks, overlaps=False)
         accumulator = self.gradient_accumulator
         arrays, axes, split = rows_and_weights(accumulator, batch, blocks)
+        padding = Padding.of(batch.arrays, batch.axes, self.weights)
+        loss = dataclasses.replace(loss, padding=padding)
         bounds, total = self._bounds_of_examples, batch.total()
         for bound in bounds:
             what = "The shape of a `clip_norm` with a bound for each example"
             check_equal(what, bound.shape, (total,))
         bounds = [*map(checked_bound, bounds)]
-        num, gradients = len(bounds), self._gradients_on_mesh(loss)
+        num, gradients = len(bounds), self._gradients_on_mesh(loss, example)
 
         def run(rows: list, _: int, of_rows: Array | None) -> tuple[Results, None]:
             return gradients(*split(rows[num:], of_rows), rows[:num]), None
@@ -341,13 +357,26 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The bounds of which there is one for each example."""
         return [x for x in jtu.tree_leaves(self.clip_norm) if np.ndim(x)]
 
-    def _gradients_on_mesh(self, loss: Loss) -> BlockGradients:
+    def _example(self, loss: Loss) -> "_Example | None":
+        """The loss of one example, traced; None if there is no such loss.
+
+        On an explicit mesh, it is traced where its axes are automatic.
+        """
+        is_whole = self.batched or self.axis_name is not None
+        if is_whole or explicit_mesh(loss) is not None:
+            return None
+        program = loss.traced(_IF_WHOLE)
+        return _Example(program, backward_of_program(program))
+
+    def _gradients_on_mesh(
+        self, loss: Loss, example: "_Example | None"
+    ) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices."""
         if explicit_mesh(loss) is None:
-            return self.block_gradients(loss)
+            return self.block_gradients(loss, example)
 
         def run(transform: Any, loss: Loss, *rows: Any) -> Results:
-            return transform.block_gradients(loss)(*rows)
+            return transform.block_gradients(loss, transform._example(loss))(*rows)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
@@ -364,15 +393,15 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         like = (loss.batch.arrays, self.weights, self._bounds_of_examples)
         return auto_sharded(run, (self, loss), like, specs)
 
-    def block_gradients(self, loss: Loss) -> BlockGradients:
+    def block_gradients(self, loss: Loss, traced: "_Example | None") -> BlockGradients:
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
         # A running mean is chosen to avoid sums, so no sum is formed.
         is_mean = is_running(self.gradient_accumulator)
-        if self.axis_name is not None:
+        if traced is None:
             return gradient_of_coupled(loss, is_mean)
-        example = loss.traced(_IF_WHOLE)
+        example, backward = traced
         functions = {"transform": self.transform, "metrics": self.metrics}
         functions = {name: f for name, f in functions.items() if f is not None}
         groups = None
@@ -392,9 +421,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             if direction is not None:
                 functions["inner_products"] = lambda x: inner_product(direction, x)
             return materialised_gradients(example, groups, functions)
-        if groups is None and direction is None and not self.moments:
-            return gradient_of_sum(example, is_mean)
-        return gradients_by_sites(
+        by_sites = functools.partial(
+            gradients_by_sites,
             example,
             groups,
             self.method,
@@ -403,6 +431,24 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             direction,
             has_padding=self.weights is not None,
         )
+        if groups is not None or direction is not None or self.moments:
+            return by_sites()
+        by_sum = gradient_of_sum(
+            example,
+            is_mean,
+            padding=loss.padding,
+            keeps_outputs=self._keeps_outputs(example),
+        )
+        if backward.is_linear:
+            return by_sum
+        is_scaled = is_mean or example.is_narrow
+        is_of_sum = backward.has_examples and not is_scaled
+        return gradient_of_nonlinear(by_sum, by_sites(), is_of_sum=is_of_sum)
+
+    def _keeps_outputs(self, example: TracedFunction) -> bool:
+        """Whether values and aux are more than sums with the weights of gradients."""
+        _, aux = example.out
+        return self.value_accumulator is not None or bool(array_structs(aux))
 
     def slots(self, output: Results, _: None) -> Slots:
         """The accumulators for the results of a microbatch."""
@@ -448,7 +494,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         metrics, inner_products = others
         statistics = GradientStatistics(norms, metrics, moments, inner_products)
         outputs = self.outputs(results)
-        if any(x is not None for x in statistics):
+        # The settings decide: a function of the user's may return None.
+        requested = self.metrics is not None or self.against is not None
+        if requested or self.return_norms or self.moments:
             outputs.append(statistics)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 

@@ -46,6 +46,7 @@ from .._base.trees import described, safe_zip
 from .._batch.accumulators import is_summary, VarianceState
 from .._batch.batch import explained_failure
 from .._batch.derivative import Loss
+from .._batch.padding import Padding, unless_padding
 from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
@@ -129,14 +130,49 @@ def _total(
     return example.tree([x / num for x in leaves] if is_mean else leaves)
 
 
-def gradient_of_sum(example: TracedFunction, is_mean: bool) -> BlockGradients:
+def gradient_of_sum(
+    example: TracedFunction,
+    is_mean: bool,
+    *,
+    padding: Padding | None,
+    keeps_outputs: bool,
+) -> BlockGradients:
     """The gradient of the sum over the examples, in one backward pass.
 
-    With `is_mean`, it is the gradient of the mean, without forming a sum.
+    With `is_mean`, it is the gradient of the mean, without forming a sum. `padding`
+    replaces examples of weight 0; `keeps_outputs` says whether their values and aux
+    matter nevertheless.
     """
-    return lambda rows, weights, _: _of_sum(
-        example, example.many, rows, weights, is_mean
-    )
+
+    def gradients(rows: list, weights: Array | None, _: list) -> Results:
+        if padding is None or weights is None:
+            return _of_sum(example, example.many, rows, weights, is_mean)
+        counting = padding.replaced(rows, weights)
+        whole, outputs = _of_sum(example, example.many, counting, weights, is_mean)
+        leaves, treedef = jtu.tree_flatten(whole["gradient"])
+        gradient = treedef.unflatten(unless_padding(leaves, weights))
+        if keeps_outputs:
+            outputs = _outputs(example, example.many(example.leaves, rows))
+        return {"gradient": gradient}, outputs
+
+    return gradients
+
+
+def gradient_of_nonlinear(
+    by_sum: BlockGradients, by_examples: BlockGradients, *, is_of_sum: bool
+) -> BlockGradients:
+    """The gradient with backward passes that are not linear in their cotangents.
+
+    A cotangent of 1 is that of each example alone, so one backward pass is right if
+    nothing is weighted, and, as `is_of_sum` says, nothing is summed before. Otherwise,
+    gradients of examples are weighted after it.
+    """
+
+    def gradients(rows: list, weights: Array | None, bounds: list) -> Results:
+        run = by_sum if is_of_sum and weights is None else by_examples
+        return run(rows, weights, bounds)
+
+    return gradients
 
 
 def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
@@ -326,9 +362,10 @@ def gradients_by_sites(
             )
             of_each["norms"] = clipped.norms
         scales, powers, is_kept = clipped.scales, [], clipped.is_kept
-        if groups is not None and has_padding and weights is not None:
+        if has_padding and weights is not None:
             # What is finite stays: it is the derivative with respect to the weight.
             finite = [*map(jnp.isfinite, jtu.tree_leaves(clipped.norms))]
+            finite = finite or [of_sites.are_finite()]
             is_real = (weights != 0) | functools.reduce(jnp.logical_and, finite)
             is_kept = is_real if is_kept is None else is_kept & is_real
             scales = [jnp.where(is_real, scale, 0) for scale in scales]
@@ -563,6 +600,8 @@ class Groups:
         if self.nan_safe:
             finite = [jnp.isfinite(norm.number) for norm in of_groups]
             is_kept = functools.reduce(jnp.logical_and, finite)
+            # The factor that a user's function has for NaN may be NaN, too.
+            factors = [jnp.where(is_kept, x, jnp.zeros((), x.dtype)) for x in factors]
         return Clipped(factors, is_kept, norms)
 
     def _bounded(self, norms: list[_Norm]) -> list[Array]:

@@ -13,11 +13,22 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.checks import check_at_least
+from .._base.checks import check_at_least, is_none
 from .._base.jaxprs import array_structs, is_struct, run_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
 from .._base.trees import safe_zip
-from .._batch.accumulators import Concat, Last, LogSumExp, Max, Mean, Min, Sum
+from .._batch.accumulators import (
+    AbstractTotal,
+    check_weights,
+    Concat,
+    Last,
+    LogSumExp,
+    Max,
+    Mean,
+    Min,
+    Sum,
+    with_weights,
+)
 from .._batch.batch import (
     Batch,
     Blocks,
@@ -29,11 +40,14 @@ from .._batch.batch import (
 from .._batch.loop import (
     all_count_new,
     as_slots,
+    canonicalise,
+    is_accumulator,
     of_state,
     OutputAccumulator,
     run_blocks,
     Slots,
 )
+from .._batch.padding import Padding
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 
 
@@ -187,8 +201,15 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         batch = split_batch(self.fun, self.in_axes, args, kwargs)
         total = batch.total(self.axis_size)
         blocks = self.blocks(batch, args, kwargs, total)
+        weights = self._padding(total)
+        arrays, axes, split = with_weights(batch.arrays, batch.axes, weights)
+        padding = Padding.of(batch.arrays, batch.axes, weights)
         mapped = self._run_on_mesh(batch, if_whole)
-        run = lambda rows, size, _: mapped(rows, size)
+
+        def run(rows: list, size: int, _: Any) -> tuple[PyTree, tuple]:
+            rows, of_rows = split(rows)
+            rows = rows if padding is None else padding.replaced(rows, of_rows)
+            return mapped(rows, size)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
             slots = as_slots(self.accumulator, output)
@@ -198,9 +219,25 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
                 slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
             )
 
-        arrays, axes = batch.arrays, batch.axes
         limits = self.limit(blocks), self.checkpoint
         return run_blocks(run, arrays, axes, blocks, make_slots, *limits)
+
+    def _padding(self, total: int) -> Array | None:
+        """The weights of all results, if these are the same: those of 0 are padding.
+
+        Accumulators leave out results that are not finite. Their derivatives are, too,
+        if rows are replaced before `fun` sees them.
+        """
+        leaves = jtu.tree_leaves(self.accumulator, is_leaf=is_accumulator)
+        every = [*map(canonicalise, leaves)]
+        totals = [x for x in every if isinstance(x, AbstractTotal)]
+        out_axes = jtu.tree_leaves(self.out_axes, is_leaf=is_none)
+        is_mapped = self.axis_name is None and None not in out_axes
+        if not totals or len(totals) < len(every) or not is_mapped:
+            return None
+        weights = totals[0].weights
+        check_weights(type(totals[0]).__name__, weights, total)
+        return weights if all(x.weights is weights for x in totals) else None
 
     @property
     def overlaps(self) -> bool:

@@ -23,8 +23,9 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import as_int, check_callable, check_equal
 from .._base.dtypes import is_complex
-from .._base.jaxprs import derivative_of_program, pushed, TracedFunction
+from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
+from .._base.modes import derivative_of_program, pushed
 from .._base.platforms import products_of
 from .._base.trees import described, safe_zip, type_of
 from .._batch.accumulators import Concat, Sum

@@ -104,6 +104,19 @@ class Factors:
 
         return self.replaced([*map(keep, self.operands)], [*map(keep, self.cotangents)])
 
+    def are_finite(self) -> Bool[Array, " n"]:
+        """Whether all factors of each example are finite."""
+
+        def is_finite(x: Array) -> Array:
+            return jnp.all(jnp.isfinite(x.reshape(x.shape[0], -1)), axis=1)
+
+        finite = jnp.ones(self.num, bool)
+        for x in (*self.operands, *self.cotangents):
+            is_inexact = jnp.issubdtype(x.array.dtype, jnp.inexact)
+            if x.has_examples and is_inexact:
+                finite &= is_finite(x.array)
+        return finite
+
     def replaced(
         self, operands: list, cotangents: list, unit: Array | None = None
     ) -> "Factors":

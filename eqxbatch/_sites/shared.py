@@ -23,8 +23,6 @@ from jaxtyping import Array
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
     callee,
-    Derivative,
-    derivative_of,
     full_varying_as,
     inner_jaxprs,
     is_flat,
@@ -33,12 +31,12 @@ from .._base.jaxprs import (
     LINEAR_IN_SOME,
     literal,
     name_of,
-    pushed,
     run_equation,
     SUMS,
     unknown_parameters,
     with_trait,
 )
+from .._base.modes import Derivative, derivative_of, pushed
 from .._base.trees import safe_zip
 
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._base.backward import unique_inputs
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
     as_remat,
@@ -51,7 +52,7 @@ from .._base.jaxprs import (
 )
 from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
 from .._base.trees import safe_zip
-from .custom import linearized, unique_inputs
+from .custom import linearized
 from .shared import (
     evaluated,
     extend_view,

@@ -29,8 +29,9 @@ from .._base.dtypes import (
     widened,
     widest,
 )
-from .._base.jaxprs import Derivative, derivative_of_program, pushed, TracedFunction
+from .._base.jaxprs import TracedFunction
 from .._base.mesh import error_if, spec_of, vary_as
+from .._base.modes import Derivative, derivative_of_program, pushed
 from .._base.platforms import exact_products, products_of
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.accumulators import check_adds, check_real, Concat, Mean, Sum

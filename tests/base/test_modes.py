@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from eqxbatch._base.jaxprs import (
+from eqxbatch._base.modes import (
     derivative_of,
     without_forward_mode,
     without_reverse_mode,

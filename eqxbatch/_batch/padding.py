@@ -1,0 +1,101 @@
+"""Rows of weight 0, which pad a batch and must have no influence.
+
+A weight of 0 does not remove what is not finite: 0 times NaN is NaN, in a sum as well
+as in a backward pass. So before a function sees them, rows that do not count are
+replaced by one that does.
+
+The derivative with respect to a weight is the value of its row, also if the weight is
+0. Where weights are differentiated, rows stay as they are.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from .._base.trees import safe_zip
+
+
+class Padding(eqx.Module):
+    """What replaces rows of weight 0: the first row of a batch that counts.
+
+    If none counts, it is any of them, and `unless_padding` drops the result.
+    """
+
+    rows: list
+    axes: tuple[int, ...] = eqx.field(static=True)
+
+    @staticmethod
+    def of(
+        arrays: list, axes: Sequence[int], weights: Shaped[Array, " n"] | None
+    ) -> "Padding | None":
+        """The padding of a batch; None if all of its rows count."""
+        if weights is None or weights.shape[0] == 0 or not arrays:
+            return None
+        first = jnp.arange(weights.shape[0]) == jnp.argmax(weights != 0)
+        rows = [_marked_row(x, first, axis) for x, axis in safe_zip(arrays, axes)]
+        # Its share in a derivative has the weight 0.
+        return Padding([*map(lax.stop_gradient, rows)], tuple(axes))
+
+    def replaced(self, rows: list, weights: Shaped[Array, " n"] | None) -> list:
+        """The rows of a microbatch, without those that do not count."""
+        if weights is None:
+            return rows
+        triples = safe_zip(rows, self.rows, self.axes)
+        return [_counting(x, row, weights, axis=axis) for x, row, axis in triples]
+
+
+def unless_padding(totals: list[Array], weights: Shaped[Array, " n"]) -> list[Array]:
+    """Weighted sums over a microbatch, or zeros if none of its rows counts."""
+    return [_unless_padding(x, weights) for x in totals]
+
+
+def _marked_row(x: Array, is_marked: Array, axis: int) -> Array:
+    """The only marked row, along an axis of size 1.
+
+    The others add zeros to it, so that no device has to send more than its sum.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = _marked_row(jr.key_data(x), is_marked, axis)
+        return jr.wrap_key_data(data, impl=jr.key_impl(x))
+    is_marked = jnp.expand_dims(is_marked, [i for i in range(x.ndim) if i != axis])
+    if x.dtype == jnp.bool_:
+        return jnp.any(is_marked & x, axis, keepdims=True)
+    # Not all backends add numbers of so few bits.
+    is_small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2
+    numbers = x.astype(jnp.float32) if is_small else x
+    numbers = jnp.where(is_marked, numbers, jnp.zeros((), numbers.dtype))
+    row = jnp.sum(numbers, axis, dtype=numbers.dtype, keepdims=True)
+    return row.astype(x.dtype)
+
+
+@eqx.filter_custom_jvp
+def _counting(x: Array, row: Array, weights: Array, *, axis: int) -> Array:
+    counts = jnp.expand_dims(weights != 0, [i for i in range(x.ndim) if i != axis])
+    return jnp.where(counts, x, row)
+
+
+@_counting.def_jvp
+def _counting_jvp(primals: tuple, tangents: tuple, *, axis: int) -> tuple[Any, Any]:
+    (x, row, weights), (t_x, _, t_weights) = primals, tangents
+    if t_weights is not None:
+        return x, t_x
+    return jax.jvp(lambda x: _counting(x, row, weights, axis=axis), (x,), (t_x,))
+
+
+@eqx.filter_custom_jvp
+def _unless_padding(total: Array, weights: Array) -> Array:
+    return jnp.where(jnp.any(weights != 0), total, jnp.zeros((), total.dtype))
+
+
+@_unless_padding.def_jvp
+def _unless_padding_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+    (total, weights), (t_total, t_weights) = primals, tangents
+    if t_weights is not None:
+        return total, t_total
+    return _unless_padding(total, weights), _unless_padding(t_total, weights)
