@@ -37,7 +37,7 @@ class Padding(eqx.Module):
         """The padding of a batch; None if all of its rows count."""
         if weights is None or weights.shape[0] == 0 or not arrays:
             return None
-        first = jnp.arange(weights.shape[0]) == jnp.argmax(weights != 0)
+        first = jnp.arange(weights.shape[0]) == jnp.argmax(weights.astype(bool))
         rows = [_marked_row(x, first, axis) for x, axis in safe_zip(arrays, axes)]
         # Its share in a derivative has the weight 0.
         return Padding([*map(lax.stop_gradient, rows)], tuple(axes))
@@ -76,7 +76,9 @@ def _marked_row(x: Array, is_marked: Array, axis: int) -> Array:
 
 @eqx.filter_custom_jvp
 def _counting(x: Array, row: Array, weights: Array, *, axis: int) -> Array:
-    counts = jnp.expand_dims(weights != 0, [i for i in range(x.ndim) if i != axis])
+    counts = jnp.expand_dims(
+        weights.astype(bool), [i for i in range(x.ndim) if i != axis]
+    )
     return jnp.where(counts, x, row)
 
 
@@ -90,7 +92,7 @@ def _counting_jvp(primals: tuple, tangents: tuple, *, axis: int) -> tuple[Any, A
 
 @eqx.filter_custom_jvp
 def _unless_padding(total: Array, weights: Array) -> Array:
-    return jnp.where(jnp.any(weights != 0), total, jnp.zeros((), total.dtype))
+    return jnp.where(jnp.any(weights.astype(bool)), total, jnp.zeros((), total.dtype))
 
 
 @_unless_padding.def_jvp

@@ -366,7 +366,7 @@ def gradients_by_sites(
             # What is finite stays: it is the derivative with respect to the weight.
             finite = [*map(jnp.isfinite, jtu.tree_leaves(clipped.norms))]
             finite = finite or [of_sites.are_finite()]
-            is_real = (weights != 0) | functools.reduce(jnp.logical_and, finite)
+            is_real = weights.astype(bool) | functools.reduce(jnp.logical_and, finite)
             is_kept = is_real if is_kept is None else is_kept & is_real
             scales = [jnp.where(is_real, scale, 0) for scale in scales]
         if example.is_narrow:

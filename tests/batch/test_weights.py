@@ -8,13 +8,30 @@ import numpy as np
 import pytest
 
 from eqxbatch import (
+    Concat,
+    filter_ggn,
+    filter_ggn_diagonal,
+    filter_hessian,
+    filter_hvp,
+    filter_kfac,
     filter_micro_grad,
+    filter_micro_value_and_grad,
     filter_micro_vmap,
     filter_microbatch,
     Mean,
+    over_batches,
     Sum,
 )
-from ..helpers import assert_same, BLOCK, normal, thinned, TOTALS
+from ..helpers import (
+    assert_same,
+    BLOCK,
+    KINDS,
+    make_mesh,
+    normal,
+    put,
+    thinned,
+    TOTALS,
+)
 
 
 # Weights
@@ -184,3 +201,175 @@ def test_weights_beyond_half_precision(size):
         lambda x: x, microbatch_size=size, accumulator=accumulator
     )
     assert_same(micro(x), jnp.asarray(0.25, jnp.float16))
+
+
+# Rows that do not count, of which some are NaN.
+
+
+def by_length(w, x, length):
+    """Is NaN for padding, which has length 0, and so is its derivative."""
+    return jnp.sum(w * x) ** 2 / length
+
+
+PADDED = np.array([[1.0, 4.0], [2.0, 3.0], [0, 0], [0, 0], [5.0, 1.0]], np.float32)
+LENGTHS = np.array([2.0, 1.0, 0.0, 0.0, 4.0], np.float32)
+MASK = LENGTHS > 0
+ONES = np.ones(2, np.float32)
+
+
+def outputs(w, x, length):
+    return (w * x) / length
+
+
+def of_outputs(out, x, length):
+    return jnp.sum(out**2) / 2
+
+
+WEIGHTED = {
+    "gradient": lambda a, size: filter_micro_grad(
+        by_length, accumulator=a, microbatch_size=size
+    ),
+    "value": lambda a, size: filter_micro_value_and_grad(
+        by_length, accumulator=a, microbatch_size=size
+    ),
+    "norms": lambda a, size: (
+        lambda *args: filter_micro_grad(
+            by_length, accumulator=a, microbatch_size=size, return_norms=True
+        )(*args)[0]
+    ),
+    "products": lambda a, size: (
+        lambda *args: filter_micro_grad(
+            by_length, accumulator=a, microbatch_size=size, against=jnp.asarray(ONES)
+        )(*args)[0]
+    ),
+    "derivative of a map": lambda a, size: (
+        lambda w, *rows: jax.jit(
+            jax.grad(
+                lambda w: filter_micro_vmap(
+                    lambda *rows: by_length(w, *rows),
+                    accumulator=a,
+                    microbatch_size=size,
+                )(*rows)
+            )
+        )(w)
+    ),
+    "hessian": lambda a, size: filter_hessian(
+        by_length, in_axes=0, accumulator=a, microbatch_size=size
+    ),
+    "hvp": lambda a, size: (
+        lambda w, *rows: filter_hvp(
+            by_length, in_axes=0, accumulator=a, microbatch_size=size
+        )(w, w, *rows)
+    ),
+    "ggn": lambda a, size: filter_ggn(
+        outputs, of_outputs, accumulator=a, microbatch_size=size
+    ),
+    "fisher": lambda a, size: filter_ggn_diagonal(
+        outputs,
+        of_outputs,
+        fisher="mc",
+        key=jax.random.key(0),
+        accumulator=a,
+        microbatch_size=size,
+    ),
+    "kfac": lambda a, size: (
+        lambda *args: (
+            filter_kfac(outputs, of_outputs, accumulator=a, microbatch_size=size)(
+                *args
+            ).blocks
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_padding_has_no_influence(name):
+    make, w = WEIGHTED[name], jnp.asarray(ONES)
+    expected = make(Mean(weights=jnp.ones(3)), None)(
+        w, jnp.asarray(PADDED[MASK]), jnp.asarray(LENGTHS[MASK])
+    )
+    for size in (2, None):
+        # With a size of 2, a whole microbatch is padding.
+        got = make(Mean(weights=jnp.asarray(MASK)), size)(w, PADDED, LENGTHS)
+        if name == "fisher":  # Each example has a key of its own.
+            assert np.isfinite(got).all()
+        else:
+            assert_same(got, expected, tol=1e-5)
+
+
+def test_padding_in_many_batches():
+    over = over_batches(filter_micro_grad(by_length), weighted=True)
+    parts = [(PADDED[i], LENGTHS[i], MASK[i]) for i in np.split(np.arange(5), (2, 4))]
+    # All rows of the second batch are padding.
+    got = over(jnp.asarray(ONES), parts)
+    rows = PADDED[MASK], LENGTHS[MASK]
+    assert_same(got, filter_micro_grad(by_length)(jnp.asarray(ONES), *rows), tol=1e-5)
+
+
+def test_values_of_padding_are_its_own():
+    both = filter_micro_value_and_grad(
+        lambda w, *rows: (by_length(w, *rows), jnp.sum(rows[0])),
+        has_aux=True,
+        value_accumulator=Concat(),
+        accumulator=Sum(weights=jnp.asarray(MASK)),
+        microbatch_size=2,
+    )
+    (values, aux), gradient = both(jnp.asarray(ONES), PADDED + 1, LENGTHS)
+    np.testing.assert_array_equal(np.isfinite(values), MASK)
+    assert_same(aux, (PADDED + 1).sum(1))
+    assert np.isfinite(gradient).all()
+
+
+def test_derivatives_with_respect_to_weights_of_zero():
+    # As in learning to reweight examples, which begins with weights of 0.
+    loss = lambda w, x: jnp.sum(w * x) ** 2
+    direction = np.array([0.3, -1.0], np.float32)
+
+    def through(weights):
+        both = filter_micro_value_and_grad(
+            loss, accumulator=Sum(weights=weights), microbatch_size=2
+        )
+        value, gradient = both(jnp.asarray(ONES), PADDED + 1)
+        return value + gradient @ direction
+
+    x = PADDED + 1
+    total = x.sum(1)
+    expected = total**2 + 2 * total * (x @ direction)
+    for weights in (jnp.zeros(5), jnp.asarray(MASK, jnp.float32)):
+        assert_same(jax.jit(jax.grad(through))(weights), expected, tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_on_a_mesh(kind):
+    mesh = make_mesh(kind)
+    x, lengths, mask = (np.concatenate([x, x])[:8] for x in (PADDED, LENGTHS, MASK))
+    expected = filter_micro_grad(by_length, accumulator=Sum())(
+        jnp.asarray(ONES), x[mask], lengths[mask]
+    )
+    on = lambda x: put(jnp.asarray(x), mesh, "data")
+    summed = filter_micro_grad(
+        by_length, accumulator=Sum(weights=on(mask)), microbatch_size=4
+    )
+    got = summed(put(jnp.asarray(ONES), mesh), on(x), on(lengths))
+    assert_same(jax.device_get(got), expected, tol=1e-5)
+
+
+def test_padding_of_other_dtypes():
+    keys = jax.random.split(jax.random.key(0), 5)
+    flags = np.array([True, False, True, True, False])
+    scales = jnp.asarray(LENGTHS, jnp.bfloat16)
+
+    def loss(w, x, key, flag, scale, number):
+        noise = jax.random.uniform(key, (2,)) * jnp.where(flag, 1.0, 2.0)
+        return jnp.sum(w * x * noise) / (
+            scale.astype(jnp.float32) * number.astype(jnp.float32)
+        )
+
+    rows = PADDED, keys, flags, scales, np.arange(5, dtype=np.int8)
+    mask = MASK & (np.arange(5) > 0)
+    got = filter_micro_grad(
+        loss, accumulator=Sum(weights=jnp.asarray(mask)), microbatch_size=2
+    )(jnp.asarray(ONES), *rows)
+    kept = [x[np.flatnonzero(mask)] for x in rows]
+    expected = filter_micro_grad(loss, accumulator=Sum())(jnp.asarray(ONES), *kept)
+    assert_same(got, expected, tol=1e-5)
