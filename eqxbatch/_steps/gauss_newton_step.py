@@ -19,6 +19,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Float, Inexact, PyTree
 
+from .._base.backward import backward_of_program
 from .._base.checks import AnyArray, as_jax, check_callable, check_equal
 from .._base.dtypes import (
     as_complex,
@@ -44,6 +45,7 @@ from .._batch.derivative import (
     split_examples,
 )
 from .._batch.loop import accumulated, is_accumulator, Rows
+from .._batch.padding import Padding
 from .._batch.transform import (
     AbstractSharded,
     also_decorator,
@@ -175,7 +177,7 @@ class Residuals:
             derivative_of_program("`residual`", program) for program in self._one_mode
         ]
         self.programs = [
-            self._with(i, "columns", self._one_mode[i]) for i in self.numbers
+            _linear(self._with(i, "columns", self._one_mode[i])) for i in self.numbers
         ]
         self.entries = [program.structs[0].shape[0] for program in self.programs]
         dtypes = [program.structs[0].dtype for program in self.programs]
@@ -360,6 +362,12 @@ class Residuals:
         """Multiplies by the weights of the examples, or by a power of them."""
         pairs = safe_zip(vectors, self.weights)
         return [x * (weights**power)[:, None] for x, weights in pairs]
+
+
+def _linear(program: TracedFunction) -> TracedFunction:
+    """The program, with its Jacobian if a backward pass is not known to be linear."""
+    is_linear = backward_of_program(program).is_linear
+    return program if is_linear else with_both_modes(program, "rows")
 
 
 class SampleKernel:
@@ -766,6 +774,8 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         diff, nondiff = self.parameters(args, kwargs)
         leaves, treedef = jtu.tree_flatten(diff)
         terms = self._terms(args, kwargs, diff, nondiff)
+        accumulators = _for_terms("accumulator", self.accumulator, len(terms))
+        terms = [*map(_without_padding, terms, accumulators)]
         residuals = Residuals(
             terms,
             leaves,
@@ -1035,13 +1045,23 @@ def _half_of_squares(out: Array, *rows: Array) -> Array:
     return 0.5 * jnp.sum(out**2)
 
 
+def _without_padding(term: ResidualTerm, accumulator: Sum | Mean) -> ResidualTerm:
+    """The term with other examples in place of those of weight 0."""
+    batch, weights = term.loss.batch, accumulator.weights
+    check_real(type(accumulator).__name__, weights, batch.total())
+    padding = Padding.of(batch.arrays, batch.axes, weights)
+    if padding is None:
+        return term
+    counting = padding.replaced(batch.arrays, weights)
+    batch = dataclasses.replace(batch, arrays=counting)
+    return dataclasses.replace(term, loss=dataclasses.replace(term.loss, batch=batch))
+
+
 def _weights_of_term(
     term: ResidualTerm, factor: Any, accumulator: Sum | Mean, dtype: Any
 ) -> Float[Array, " n"]:
-    total, name = term.loss.batch.total(), type(accumulator).__name__
-    weights = jnp.ones(total, dtype)
+    weights = jnp.ones(term.loss.batch.total(), dtype)
     if accumulator.weights is not None:
-        check_real(name, accumulator.weights, total)
         weights = accumulator.weights.astype(dtype)
     if isinstance(accumulator, Mean):
         weights = shares(weights)

@@ -3,6 +3,7 @@
 What is right is the mean over `jax.vmap(jax.grad(loss))`.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 from jax import lax
 
 from eqxbatch import (
+    EmpiricalNTK,
     explain_sites,
+    filter_gauss_newton_step,
     filter_ggn,
     filter_grid_vmap,
     filter_hessian,
@@ -301,6 +304,28 @@ def test_gauss_newton_matrices_are_those_of_the_jacobian(place):
     expected = np.einsum("n,nik,nij,njl->kl", WEIGHTS, jacobians, curves, jacobians)
     ggn = filter_ggn(predict, loss, microbatch_size=3, accumulator=Sum(weights=WEIGHTS))
     np.testing.assert_allclose(ggn(W, X), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_kernels_and_steps_are_those_of_the_jacobian(place):
+    fun = FUNCTIONS["normalised"]
+    predict = {
+        "data": lambda w, x: fun(w * x, jnp.sum(x))[:2],
+        "parameters": lambda w, x: (fun(w, jnp.sum(w)) * x)[:2],
+    }[place]
+    jacobians = jax.jit(jax.vmap(jax.jacrev(predict), (None, 0)))(W, X)
+    model = eqx.Partial(predict, jnp.asarray(W))
+    expected = np.einsum("nip,mjp->nmij", jacobians, jacobians)
+    for method in ("sites", "jacobian_contraction"):
+        ntk = EmpiricalNTK(model, trace_axes=(), method=method, block_size=3)
+        np.testing.assert_allclose(ntk(X), expected, rtol=1e-4, atol=1e-5)
+    residuals = np.ravel(jax.vmap(predict, (None, 0))(W, X))
+    flat = np.reshape(jacobians, (14, 3))
+    matrix = flat.T @ flat / 7 + 0.1 * np.eye(3)
+    expected = np.linalg.solve(matrix, flat.T @ residuals / 7)
+    for size in (3, None):
+        step = filter_gauss_newton_step(predict, damping=0.1, microbatch_size=size)
+        np.testing.assert_allclose(step(W, X), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_report_says_why():
