@@ -410,3 +410,21 @@ def test_programs_for_gpus_have_neither_loops_for_caches_nor_many_conditionals(g
         if conditionals is not None:
             # The branch for terms that cancel has another one.
             assert text.count("stablehlo.case") <= 2 * conditionals, name
+
+
+@pytest.mark.parametrize(
+    ("method", "transform"), (*((x, None) for x in METHODS), ("auto", lambda g: g))
+)
+def test_nan_safe_with_a_scale_that_is_nan_for_nan(method, transform):
+    x = np.array([[1.0, 2.0], [np.nan, 1.0], [3.0, 4.0]], np.float32)
+    scaled = filter_micro_grad(
+        lambda w, x: jnp.dot(w, x),
+        nan_safe=True,
+        scale=lambda norm: 1 / (norm + 0.01),
+        transform=transform,
+        accumulator=Sum(),
+        method=method,
+    )
+    kept = x[[0, 2]]
+    norms = np.linalg.norm(kept, axis=1, keepdims=True)
+    assert_same(scaled(jnp.zeros(2), x), (kept / (norms + 0.01)).sum(0))

@@ -449,3 +449,9 @@ def test_public_names():
         "variance",
         "noise_scale",
     )
+
+
+def test_metrics_that_return_none_are_statistics():
+    gradient = filter_micro_grad(lambda w, x: jnp.dot(w, x), metrics=lambda g: None)
+    _, statistics = gradient(jnp.ones(2), jnp.ones((3, 2)))
+    assert statistics == eqxbatch.results.GradientStatistics(None, None, None)

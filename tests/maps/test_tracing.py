@@ -5,15 +5,18 @@ import dataclasses
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from eqxbatch import (
     Concat,
+    filter_ggn_diagonal,
     filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
     Max,
     Mean,
+    over_batches,
     Sum,
 )
 from ..helpers import assert_same, CountTraces, drawn, memory, normal, thinned
@@ -173,3 +176,30 @@ def test_microbatches_are_named_in_profiles():
         .as_text()
     )
     assert "microbatch" in hlo
+
+
+@pytest.mark.parametrize("total", (9, 10, 23))
+@pytest.mark.parametrize("of", ("map", "gradient", "curvature", "batches"))
+def test_the_host_is_called_once_for_an_example(of, total):
+    seen = []
+
+    def simulate(x):
+        seen.append(x.size)
+        return np.sin(x)
+
+    def fun(w, x):
+        struct = jax.ShapeDtypeStruct((), jnp.float32)
+        simulated = jax.pure_callback(simulate, struct, x, vmap_method="expand_dims")
+        return w * simulated
+
+    squares = lambda out, x: out**2
+    transform = {
+        "map": filter_micro_vmap(fun, in_axes=(None, 0), microbatch_size=4),
+        "gradient": filter_micro_grad(fun, microbatch_size=4),
+        "curvature": filter_ggn_diagonal(fun, squares, microbatch_size=4),
+        "batches": over_batches(filter_micro_grad(fun, microbatch_size=4)),
+    }[of]
+    x = np.arange(total, dtype=np.float32)
+    jax.block_until_ready(transform(jnp.ones(()), [x] if of == "batches" else x))
+    # A Gauss-Newton matrix takes the Jacobian and its transpose.
+    assert sum(seen) == total * (2 if of == "curvature" else 1)
