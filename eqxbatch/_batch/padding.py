@@ -24,7 +24,8 @@ from .._base.trees import safe_zip
 class Padding(eqx.Module):
     """What replaces rows of weight 0: the first row of a batch that counts.
 
-    If none counts, it is any of them, and `unless_padding` drops the result.
+    If none counts, it has ones, which most functions take better than what pads a batch,
+    and `unless_padding` drops the result.
     """
 
     rows: list
@@ -37,7 +38,8 @@ class Padding(eqx.Module):
         """The padding of a batch; None if all of its rows count."""
         if weights is None or weights.shape[0] == 0 or not arrays:
             return None
-        first = jnp.arange(weights.shape[0]) == jnp.argmax(weights.astype(bool))
+        counts = weights.astype(bool)
+        first = counts & (jnp.arange(weights.shape[0]) == jnp.argmax(counts))
         rows = [_marked_row(x, first, axis) for x, axis in safe_zip(arrays, axes)]
         # Its share in a derivative has the weight 0.
         return Padding([*map(lax.stop_gradient, rows)], tuple(axes))
@@ -56,22 +58,23 @@ def unless_padding(totals: list[Array], weights: Shaped[Array, " n"]) -> list[Ar
 
 
 def _marked_row(x: Array, is_marked: Array, axis: int) -> Array:
-    """The only marked row, along an axis of size 1.
+    """The only marked row, along an axis of size 1; ones if none is marked.
 
     The others add zeros to it, so that no device has to send more than its sum.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _marked_row(jr.key_data(x), is_marked, axis)
         return jr.wrap_key_data(data, impl=jr.key_impl(x))
+    has_mark = jnp.any(is_marked)
     is_marked = jnp.expand_dims(is_marked, [i for i in range(x.ndim) if i != axis])
     if x.dtype == jnp.bool_:
-        return jnp.any(is_marked & x, axis, keepdims=True)
+        return jnp.any(is_marked & x, axis, keepdims=True) | ~has_mark
     # Not all backends add numbers of so few bits.
     is_small = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2
     numbers = x.astype(jnp.float32) if is_small else x
     numbers = jnp.where(is_marked, numbers, jnp.zeros((), numbers.dtype))
     row = jnp.sum(numbers, axis, dtype=numbers.dtype, keepdims=True)
-    return row.astype(x.dtype)
+    return jnp.where(has_mark, row, jnp.ones((), row.dtype)).astype(x.dtype)
 
 
 @eqx.filter_custom_jvp
