@@ -24,8 +24,8 @@ from .._base.trees import safe_zip
 class Padding(eqx.Module):
     """What replaces rows of weight 0: the first row of a batch that counts.
 
-    If none counts, it has ones, which most functions take better than what pads a batch,
-    and `unless_padding` drops the result.
+    If none counts, it has ones, which most functions take better than what pads a
+    batch, and `unless_padding` drops the result.
     """
 
     rows: list
