@@ -100,6 +100,27 @@ BREAKAGES = [
         "tests/batch/test_stream.py -k 'weights and mask'",
     ),
     Breakage(
+        "an error of a reader is the end of the batches",
+        "_batch/stream.py",
+        "return iter(batches) if num is None else (batches[i] for i in range(num))",
+        "return iter(batches)",
+        "tests/batch/test_loaders.py -k end",
+    ),
+    Breakage(
+        "a slice may have fewer rows than were asked for",
+        "_batch/batch.py",
+        "if part.shape[:1] != (stop - start,):",
+        "if part.shape[1:] != tuple(x.shape[1:]):",
+        "tests/batch/test_loaders.py -k come",
+    ),
+    Breakage(
+        "of no examples, the variance is NaN for all batches that follow",
+        "_batch/accumulators.py",
+        "of_both = xp.where(of_both == 0, xp.ones_like(of_both), of_both)",
+        "of_both = xp.where(of_both < 0, xp.ones_like(of_both), of_both)",
+        "tests/batch/test_stream.py -k 'equals and map'",
+    ),
+    Breakage(
         "equal extremes of one block count once",
         "_batch/accumulators.py",
         "count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)",

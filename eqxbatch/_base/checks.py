@@ -100,9 +100,25 @@ def check_fields(module: Any) -> None:
 
 def as_jax(x: Any) -> Any:
     """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
+    if not isinstance(x, np.ndarray):
+        return x
+    check_unmasked(x)
     # JAX reads NumPy arrays later, when their owner may have changed them. A copy for
     # that would stay until then, and may be as large as all examples.
-    return jax.block_until_ready(jnp.array(x)) if isinstance(x, np.ndarray) else x
+    return jax.block_until_ready(jnp.array(x))
+
+
+def check_unmasked(x: Any) -> None:
+    """Raises `ValueError` if an array has masked entries, of which copies know nothing.
+
+    JAX raises for them only where it makes no copy.
+    """
+    if np.ma.is_masked(x):
+        raise ValueError(
+            "Arrays must not have masked entries, which stand for no number; got "
+            f"{shown(x)}. Fill them by `numpy.ma.filled(array, value)`, also those "
+            "that a loader or a slice returns."
+        )
 
 
 def fits(value: Any, hint: Any) -> bool:

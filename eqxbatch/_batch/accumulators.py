@@ -204,7 +204,8 @@ class Last(AbstractAccumulator[Array]):
     """Keeps the result of the last example (or microbatch) that runs.
 
     Raises `ValueError` if there are no examples, or if `num_real_microbatches` is 0. If
-    it is an array of value 0, the result is zero.
+    it is an array of value 0, the result is zero, as it is within `jax.jit` for
+    [`eqxbatch.over_batches`][] if all batches are empty.
 
     !!! example
 
@@ -220,7 +221,8 @@ class Last(AbstractAccumulator[Array]):
     """
 
     def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
-        if blocks.total == 0:
+        # If batches follow, an empty one can be the first.
+        if blocks.total == 0 and not blocks.continues:
             raise ValueError(
                 "Last needs at least one example, but the batch has 0. Use Concat, or "
                 "do not call it with an empty batch."
@@ -454,6 +456,8 @@ class VarianceState(eqx.Module):
         # In floating point, because the product of two counts can overflow int32.
         real = widest(self.mean.dtype)
         of_self, of_value, of_both = (xp.asarray(x).astype(real) for x in counts)
+        # Of no examples at all, both shares are 0.
+        of_both = xp.where(of_both == 0, xp.ones_like(of_both), of_both)
         shares = [(x / of_both).astype(self.mean.dtype) for x in (of_self, of_value)]
         delta = value.mean - self.mean
         # The difference is more accurate, unless it is infinite: then a mean is

@@ -6,6 +6,7 @@ compiled program fits into memory.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
@@ -14,7 +15,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
@@ -32,6 +33,7 @@ from .._base.checks import (
     called,
     check_at_least,
     check_types,
+    check_unmasked,
     has_numbers,
     is_one_key,
     key_remedy,
@@ -70,20 +72,64 @@ def has_rows(x: Any) -> bool:
     return bool(getattr(x, "shape", ()))
 
 
-def read_rows(x: Any, rows: slice) -> Any:
-    """Some rows of an array, in memory that reading others does not overwrite."""
+def read_rows(x: Any, start: int, stop: int) -> Any:
+    """Some rows of an array, in memory that reading others does not overwrite.
+
+    Raises `ValueError` if other rows come than were asked for.
+    """
+    try:
+        part = x[start:stop]
+    except StopIteration as e:
+        # It would end a loop of Python, as if there were no more rows.
+        raise RuntimeError(f"Reading rows of {shown(x)} raised StopIteration.") from e
     if isinstance(x, jax.Array):
-        return x[rows]
-    part = x[rows]
-    if np.ma.is_masked(part):
+        return part
+    part = as_numpy(part)
+    if part.shape[:1] != (stop - start,):
         raise ValueError(
-            f"Rows of {shown(x)} have masked entries, which stand for no number. Fill "
-            "them: slices must return `numpy.ma.filled(rows, value)`."
+            f"Rows {start} to {stop} of {shown(x)} must be {stop - start} rows; got "
+            f"{shown(part)}. Slices must return all rows within `shape`."
         )
-    part = np.asarray(part)
     # JAX has no arrays of the other byte order.
     is_other = part.dtype != part.dtype.newbyteorder("=")
     return copied(part) if is_other or is_stored(x) else part
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """An array of any library as one of NumPy, which may share its memory.
+
+    Raises `ValueError` if it has masked entries.
+    """
+    try:
+        # Unlike `numpy.asarray`, this keeps a mask.
+        array = np.asanyarray(x)
+    except TypeError as e:
+        # PyTorch knows no NumPy arrays of bfloat16 and float8, and JAX does.
+        array = _by_dlpack(x, e)
+    check_unmasked(array)
+    return np.asarray(array)
+
+
+# The number of CPUs in DLPack.
+_CPU = 1
+
+
+def _by_dlpack(x: Any, error: TypeError) -> np.ndarray:
+    """The entries of an array of which NumPy has raised an error."""
+    if not hasattr(x, "__dlpack__"):
+        raise error
+    try:
+        device, _ = x.__dlpack_device__()
+        if device == _CPU:
+            # JAX reads no arrays with gaps, which PyTorch can close.
+            whole = x.contiguous() if hasattr(x, "contiguous") else x
+            return np.asarray(jax.dlpack.from_dlpack(whole))
+    except Exception as e:
+        raise TypeError(
+            f"NumPy and JAX cannot read {shown(x)}: {error}; {e}. Convert it to a "
+            "dtype that both have, such as float32."
+        ) from e
+    raise error
 
 
 # Where XLA for CPUs takes arrays as they are.
@@ -283,6 +329,12 @@ class _Batched:
     """Marks the place of a batched leaf."""
 
 
+# The arrays that all batches share, in a call whose batch is one of several.
+BEFORE_BATCHES: contextvars.ContextVar[Sequence] = contextvars.ContextVar(
+    "before_batches", default=()
+)
+
+
 def split_batch(
     fun: Callable,
     in_axes: PyTree,
@@ -333,6 +385,12 @@ def split_batch(
                 f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
                 f"for its shape {leaf.shape}. "
                 f"{key_remedy(name, None) if is_one_key(leaf) else remedy}"
+            )
+        if any(leaf is x for x in BEFORE_BATCHES.get()):
+            raise ValueError(
+                f"{name}, before the batches, has the batch axis {axis}. Batches are "
+                "one argument, the last: if it has examples, give `(x, y)` in place of "
+                "`x, y`; if all examples share it, give it None in `in_axes`."
             )
         arrays.append(leaf)
         batch_axes.append(axis % leaf.ndim)

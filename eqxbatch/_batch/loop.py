@@ -53,6 +53,7 @@ from .accumulators import (
 )
 from .batch import (
     are_split,
+    BEFORE_BATCHES,
     Block,
     block_struct,
     Blocks,
@@ -1030,6 +1031,7 @@ class Pass(eqx.Module):
     - `num_examples`, `num_microbatches`: how many it has seen.
     - `example`, `axes`: the types of the batched arrays of one example, and the batch
         axes of these.
+    - `of_last`: the paths of results that are those of the last example.
     """
 
     states: list
@@ -1037,6 +1039,7 @@ class Pass(eqx.Module):
     num_microbatches: Int[Array, ""]
     example: tuple = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
+    of_last: tuple[str, ...] = eqx.field(static=True)
 
 
 @dataclasses.dataclass
@@ -1049,6 +1052,7 @@ class Passes:
     - `after`: the passes with this batch.
     - `rows`: its results that are joined, and the paths and axes of these. For a call
         that finishes, they stand for those of all batches.
+    - `shared`: the arrays of the call that all batches share.
     """
 
     before: list[Pass] | None
@@ -1056,6 +1060,7 @@ class Passes:
     number: int = 0
     after: list[Pass] = dataclasses.field(default_factory=list)
     rows: list[tuple[Array, str, int]] = dataclasses.field(default_factory=list)
+    shared: Sequence[Any] = ()
 
     @property
     def runs(self) -> bool:
@@ -1090,7 +1095,8 @@ class Passes:
         none = [None] * len(slots)
         zero = jnp.zeros((), jnp.int32)
         if self.before is None:
-            self.after.append(Pass(none, zero, zero, example, tuple(axes)))
+            of_last = tuple(x.path for x in slots if isinstance(x.accumulator, Last))
+            self.after.append(Pass(none, zero, zero, example, tuple(axes), of_last))
             pass_ = self.after[-1]
         else:
             pass_ = self.before[self.number]
@@ -1151,6 +1157,9 @@ def current_passes() -> Passes | None:
     return _CURRENT.get()
 
 
-def of_passes(passes: Passes | None) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def of_passes(passes: Passes | None) -> Iterator[None]:
     """A context in which each `run_blocks` is one of these passes."""
-    return assigned(_CURRENT, passes)
+    shared = () if passes is None else passes.shared
+    with assigned(_CURRENT, passes), assigned(BEFORE_BATCHES, shared):
+        yield

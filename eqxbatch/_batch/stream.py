@@ -20,13 +20,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
-from .._base.checks import check_at_least, check_equal, check_types
+from .._base.checks import check_at_least, check_equal, check_types, warn_user
 from .._base.jaxprs import is_struct
 from .._base.mesh import is_explicit, names_of
 from .._base.platforms import compiled
 from .._base.trees import described, difference, shown
 from .accumulators import AbstractAccumulator, AbstractTotal, Concat
-from .batch import copied, has_rows, read_rows, resolved
+from .batch import as_numpy, copied, has_rows, is_stored, read_rows, resolved
 from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
 from .progress import AbstractProgressMeter, as_meter, metered
 from .store import (
@@ -120,10 +120,12 @@ class OverBatches(AbstractTransform):
 
     A function of the arguments before the batch, such as the model, and of `batches`:
     an iterable of the remaining arguments of the transform, which all have a batch
-    axis. A tuple or list is several arguments, and anything else a single one. Arrays
-    are those of JAX, NumPy, or any library with `__array__`, such as PyTorch: a
-    `torch.utils.data.DataLoader` is such an iterable. Full batches share one compiled
-    program, and each other size has another.
+    axis. A tuple or list is several arguments, and anything else a single one, also a
+    NamedTuple. Arrays are those of JAX, NumPy, or any library with `__array__`, such as
+    PyTorch: a `torch.utils.data.DataLoader` is such an iterable. Its tensors may have
+    dtypes that only JAX has arrays of, such as bfloat16, if they are on the CPU. Full
+    batches share one compiled program, and each other size has another. A batch may be
+    empty.
 
     Accumulators of your own get the numbers of all microbatches and examples before, as
     `block.index` and `block.start`, and `blocks` of the first batch, which `continues`.
@@ -146,10 +148,14 @@ class OverBatches(AbstractTransform):
     **Raises:**
 
     - `ValueError` if there are no batches, for a batch whose examples have other types
-        than those of the first one, for a transform that has `weights`, bounds for each
-        example, or `num_real_microbatches`, and for an iterator if it takes two passes.
+        than those of the first one, for arrays with masked entries, for arguments
+        before the batches that have a batch axis, for a transform that has `weights`,
+        bounds for each example, or `num_real_microbatches`, and for an iterator if it
+        takes two passes; with a `batch_size`, if other rows come than were asked for.
     - `TypeError` for what is no such transform.
-    - What a loader raises, with the number of the batch.
+    - What a loader or reader raises, with the number of the batch. Only the end of an
+        iterator, and an `IndexError` of what has neither `__iter__` nor `__len__`, end
+        the batches. If they are fewer than the `len` of a loader, there is a warning.
 
     !!! example
 
@@ -228,9 +234,15 @@ class OverBatches(AbstractTransform):
     def init(self, *args: Any) -> StreamState:
         """The state before the first batch, the last argument."""
         *leading, batch = args
+        if self.weighted and len(_arguments(batch)) < 2:
+            raise ValueError(
+                "With `weighted=True`, a batch must be a tuple or list that has the "
+                f"weights of its examples last, such as `(x, weights)`; got "
+                f"{described(batch)}."
+            )
         batch = self._moved(batch)
         leaves, treedef = jtu.tree_flatten(jtu.tree_map(_struct, batch))
-        args = (*leading, *batch)
+        args = tuple(leading), batch
         arrays = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
         mesh = next((x.sharding.mesh for x in arrays if is_explicit(x)), None)
         is_traced = any(isinstance(x, Tracer) for x in arrays)
@@ -283,12 +295,14 @@ class OverBatches(AbstractTransform):
         form = [_kind(x) for x in jtu.tree_leaves(batch)]
         expected = [_kind(x) for x in jtu.tree_leaves(state.batch)]
         if jtu.tree_structure(batch) != state.treedef or form != expected:
+            remedy = " Batches are one argument, the last: give `(x, y)` for several."
             raise ValueError(
                 "All batches must have the structure, dtypes and weak types of the "
                 f"first one. {difference(state.batch, batch)} Their arrays are "
                 f"{', '.join(expected)}; got {', '.join(form)}."
+                f"{remedy * (len(batch) < len(state.batch))}"
             )
-        call = self._transform, (*leading, *batch), self.weighted, number
+        call = self._transform, (tuple(leading), batch), self.weighted, number
 
         def add() -> tuple[StreamState, list[Array]]:
             passes, rows = _updated(call, state.passes)
@@ -304,6 +318,12 @@ class OverBatches(AbstractTransform):
             numbers = [*map(int, counts)]
             what = "The number of examples in each pass over all batches"
             check_equal(what, numbers, [numbers[0]] * len(numbers))
+            of_last = [path for x in state.passes for path in x.of_last]
+            if of_last and numbers[0] == 0:
+                raise ValueError(
+                    f"output{of_last[0]} comes from the last example, because of "
+                    "`Last` or None in `out_axes`, but no batch has an example."
+                )
         result, rows = self._finished(state, leading), [*rows]
 
         def place(x: Any) -> Any:
@@ -320,19 +340,13 @@ class OverBatches(AbstractTransform):
         return jtu.tree_map(place, result)
 
     def _finished(self, state: StreamState, leading: tuple) -> Any:
-        return _finished(self._transform, leading, state, self.weighted)
+        return _finished(self._transform, tuple(leading), state, self.weighted)
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         *leading, batches = args
+        self._check_batches(leading, batches)
         if self.store is not None:
             return self._to_store(self.store, tuple(leading), batches)
-        has = functools.partial(hasattr, batches)
-        is_iterable = (has("__iter__") or has("__getitem__")) and not has("__array__")
-        if self.batch_size is None and not is_iterable:
-            raise TypeError(
-                "`batches` must be an iterable of batches, or arrays of all examples "
-                f"with a `batch_size`; got {described(batches)} without one."
-            )
         state, rows, number = None, [], 0
         while state is None or number < len(state.passes):
             upcoming = self._each(batches)
@@ -371,6 +385,26 @@ class OverBatches(AbstractTransform):
         joined = [*map(_joined, zip(*rows, strict=True))]
         return self.finish(state, *leading, rows=joined)
 
+    def _check_batches(self, leading: list, batches: Any) -> None:
+        stored = [x for x in leading if self.batch_size is not None and is_stored(x)]
+        if stored:
+            raise TypeError(
+                f"Before the batches, there is {described(stored[0])}, of which rows "
+                "are read. Batches are one argument, the last: give `(x, y)` in place "
+                "of `x, y`."
+            )
+        has = functools.partial(hasattr, batches)
+        is_iterable = (has("__iter__") or has("__getitem__")) and not has("__array__")
+        # Its entries are not batches, but parts of one.
+        is_named = isinstance(batches, tuple) and hasattr(batches, "_fields")
+        is_one = isinstance(batches, dict) or is_named
+        if self.batch_size is None and (is_one or not is_iterable):
+            raise TypeError(
+                "`batches`, the last argument, must be an iterable of batches, such as "
+                "`[(x, y)]`, or arrays of all examples, such as `(x, y)`, with a "
+                f"`batch_size`; got {described(batches)} without one."
+            )
+
     def _to_store(self, store: AbstractStore, leading: tuple, examples: PyTree) -> Any:
         """The rows of all batches, in a store that may have some of them already."""
         assert self.batch_size is not None
@@ -380,8 +414,9 @@ class OverBatches(AbstractTransform):
                 "or the like. Call it outside of them."
             )
         batches = _Slices(examples, self.batch_size)
-        batch = self._moved(batches[0], np.asarray)
-        state = self.init(*leading, batch)
+        with _about(0):
+            batch = self._moved(batches[0], np.asarray)
+            state = self.init(*leading, batch)
         result = self._finished(state, leading)
         leaves = jtu.tree_leaves(result)
         rows = [x for x in leaves if isinstance(x, _Rows)]
@@ -392,7 +427,8 @@ class OverBatches(AbstractTransform):
                 f"{self.transform} has others: compute them without a `store`."
             )
         update = functools.partial(_applied, _with_rows)
-        call = self._transform, (*leading, *batch), self.weighted, state.passes, 0
+        args = leading, batch
+        call = self._transform, args, self.weighted, state.passes, 0
         program, (_, structs), _ = eqx.filter_make_jaxpr(update)(*call)
         paths = {x.number: x.path for x in rows}
         arrays = [
@@ -409,7 +445,10 @@ class OverBatches(AbstractTransform):
         record = lambda: fingerprint(parts, [program])
         indices = [x.indices() for x in arrays]
         chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
-        sources = lambda chunk: digest(batches[chunk.index[0]])
+
+        def source(chunk: Chunk) -> str:
+            with _about(chunk.index[0]):
+                return digest(batches[chunk.index[0]])
 
         def computed(writer: AbstractWriter, numbers: list[int]) -> Iterator[tuple]:
             nonlocal state
@@ -427,7 +466,7 @@ class OverBatches(AbstractTransform):
             # In the end, each process does what others have not done.
             for is_own in (True, False):
                 share = [x for x in chunks if (x.index[0] % num == rank) == is_own]
-                missing = sorted({x.index[0] for x in writer.missing(share, sources)})
+                missing = sorted({x.index[0] for x in writer.missing(share, source)})
                 total = len({x.index[0] for x in share})
                 meter = self.progress if is_own else None
                 writes = in_threads(_written, computed(writer, missing), IN_FLIGHT)
@@ -451,8 +490,8 @@ class OverBatches(AbstractTransform):
 
         A loader may use its memory for the next batch, which `of_host` copies.
         """
-        batch = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        return jtu.tree_map(functools.partial(_put, self.sharding, of_host), batch)
+        put = functools.partial(_put, self.sharding, of_host)
+        return jtu.tree_map(put, _arguments(batch))
 
     def _each(self, batches: Any) -> Iterator[tuple[tuple, bool]]:
         """The batches on the device, and whether a loader may still write to them.
@@ -465,12 +504,20 @@ class OverBatches(AbstractTransform):
             # What is on disk was copied as it was read.
             batches, of_host = _Slices(batches, self.batch_size), np.asarray
             is_shared = False
-        num, iterator = operator.length_hint(batches) or None, iter(batches)
-        with metered(self.progress, num, 0) as step:
+        iterator, promised = _iterated(batches), _length(batches)
+        hint = operator.length_hint(batches) or None
+        with metered(self.progress, hint, 0) as step:
             for i in itertools.count():
                 with _about(i):
                     batch = next(iterator, _END)
                     if batch is _END:
+                        # No error, because some loaders only estimate their length.
+                        if promised is not None and 0 < i < promised:
+                            warn_user(
+                                f"`batches` ended after {i} of {promised} batches, its "
+                                f"`len`. The result is that of {i}. If a loader hides "
+                                "its errors, make it raise them."
+                            )
                         return
                     are_of_jax = [
                         isinstance(x, jax.Array) for x in jtu.tree_leaves(batch)
@@ -486,12 +533,43 @@ _END: Any = object()
 _NO_BATCH: Any = (None, False)
 
 
+def _arguments(batch: Any) -> tuple:
+    """The arguments that a batch is.
+
+    A tuple or list is several. What JAX knows as a structure of another kind is one: a
+    NamedTuple, or a class that is registered as a PyTree.
+    """
+    if not isinstance(batch, (tuple, list)):
+        return (batch,)
+    is_plain = type(batch) in (tuple, list) or jtu.all_leaves([batch])
+    return tuple(batch) if is_plain else (batch,)
+
+
+def _iterated(batches: Any) -> Iterator[Any]:
+    """Iterates over batches, so that no error of a reader is taken for their end.
+
+    Python takes an `IndexError` for the end of what has no `__iter__`, and of each
+    subclass of `Sequence`.
+    """
+    if getattr(type(batches), "__iter__", None) not in (None, Sequence.__iter__):
+        return iter(batches)
+    num = _length(batches)
+    return iter(batches) if num is None else (batches[i] for i in range(num))
+
+
+def _length(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
 def _put(sharding: Sharding | None, of_host: Callable, x: Any) -> Any:
     """An array on the devices; everything else as it is."""
     if not hasattr(x, "__array__"):
         return x
     if not isinstance(x, jax.Array):
-        x = of_host(x)
+        x = of_host(as_numpy(x))
         if sharding is not None:
             whole = _fitting(sharding, x)
             return jax.make_array_from_process_local_data(whole, x)
@@ -547,7 +625,7 @@ def _fetched(rows: list[Array]) -> list[Any]:
     return multihost_utils.process_allgather(rows, tiled=True)
 
 
-class _Slices(Sequence):
+class _Slices:
     """The rows of all examples, so many at a time; one batch if there are none."""
 
     def __init__(self, examples: PyTree, size: int):
@@ -564,11 +642,12 @@ class _Slices(Sequence):
     def __len__(self) -> int:
         return max(1, -(-self.total // self._size))
 
-    def __getitem__(self, index: Any) -> PyTree:
-        if index >= len(self):
-            raise IndexError(index)
-        rows = slice(index * self._size, (index + 1) * self._size)
-        return self._treedef.unflatten([read_rows(x, rows) for x in self._leaves])
+    def __getitem__(self, index: int) -> PyTree:
+        start = index * self._size
+        # Some readers refuse slices beyond the end.
+        stop = min(start + self._size, self.total)
+        rows = [read_rows(x, start, stop) for x in self._leaves]
+        return self._treedef.unflatten(rows)
 
 
 def _written(
@@ -627,28 +706,36 @@ def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform
     return dataclasses.replace(transform, **changes)
 
 
+# The arguments that all batches share, and a batch.
+_Arguments = tuple[tuple, tuple]
+
+
 def _applied(
     select: Callable[[Any, Passes], PyTree],
     transform: AbstractTransform,
-    args: tuple,
+    args: _Arguments,
     is_weighted: bool,
     *of_passes_: Any,
 ) -> PyTree:
     """What `select` returns for the result of a call, and its passes."""
 
-    def run(transform: AbstractTransform, args: tuple, *rest: Any) -> PyTree:
-        passes = Passes(*rest)
+    def run(transform: AbstractTransform, args: _Arguments, *rest: Any) -> PyTree:
+        leading, batch = args
+        shared = [x for x in jtu.tree_leaves(leading) if eqx.is_array(x)]
+        passes = Passes(*rest, shared=shared)
         if is_weighted:
-            transform, args = _weighted(transform, args[-1]), args[:-1]
+            transform, batch = _weighted(transform, batch[-1]), batch[:-1]
         with of_passes(passes):
-            return select(transform.apply(args, {}), passes)
+            return select(transform.apply((*leading, *batch), {}), passes)
 
     specs = lambda *_: PartitionSpec()
     return on_their_mesh(run, (transform, args, *of_passes_), specs)
 
 
 @compiled
-def _begun(transform: AbstractTransform, args: tuple, is_weighted: bool) -> list[Pass]:
+def _begun(
+    transform: AbstractTransform, args: _Arguments, is_weighted: bool
+) -> list[Pass]:
     select = lambda _, passes: passes.after
     return _applied(select, transform, args, is_weighted, None)
 
@@ -678,7 +765,7 @@ def _finished(
 ) -> Any:
     # Of the batch, only the types matter.
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x
-    args = (*leading, *jtu.tree_map(zeros, state.batch))
+    args = leading, jtu.tree_map(zeros, state.batch)
 
     def select(result: PyTree, passes: Passes) -> PyTree:
         places = {id(x[0]): _Rows(i, *x[1:]) for i, x in enumerate(passes.rows)}

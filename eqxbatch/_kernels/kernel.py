@@ -628,7 +628,7 @@ class Stored:
             if isinstance(x, jax.Array):
                 rows = lax.dynamic_slice_in_dim(x, start, like.total, axis)
             else:
-                rows = read_rows(x, slice(start, stop))
+                rows = read_rows(x, start, stop)
                 of = rows.shape, jax.dtypes.canonicalize_dtype(rows.dtype)
                 expected = struct.shape, struct.dtype
                 check_equal(f"Rows {start} to {stop} of {shown(x)}", of, expected)
@@ -758,7 +758,7 @@ def _with_stored(side: Side) -> Side:
 
 def _stand_in(x: Any) -> np.ndarray:
     """An array without memory, with the shape and dtype of one that is not there."""
-    none = read_rows(x, slice(0))
+    none = read_rows(x, 0, 0)
     is_number = any(jnp.issubdtype(none.dtype, kind) for kind in (np.number, np.bool_))
     if none.shape != (0, *x.shape[1:]) or not is_number:
         raise TypeError(

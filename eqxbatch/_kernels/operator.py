@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -17,13 +17,13 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
-from .._base.checks import AnyArray, as_jax, checked
+from .._base.checks import AnyArray, as_jax, check_equal, checked
 from .._base.dtypes import is_complex
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.mesh import gathered, within_mesh
 from .._base.platforms import compiled, platform
 from .._base.trees import described, safe_zip
-from .._batch.batch import Block
+from .._batch.batch import as_numpy, Block
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
 from .._batch.store import AbstractStore, as_store, in_threads, Store
 from .batch_kernel import BatchKernel, computed, known, on_one_device
@@ -261,7 +261,13 @@ class Reader:
         ]
 
     def _read(self, piece: _Piece) -> Shaped[np.ndarray, "rows columns"]:
-        return np.asarray(self.array[piece])
+        return self._checked(self.array[piece], [x.stop - x.start for x in piece])
+
+    def _checked(self, entries: Any, shape: Sequence[int]) -> np.ndarray:
+        entries = as_numpy(entries)
+        # NumPy would broadcast what is too small.
+        check_equal("Slices of a stored kernel", entries.shape, tuple(shape))
+        return entries
 
     def _tiles(self) -> Iterator[tuple[_Piece, np.ndarray]]:
         """The tiles; the next ones are read ahead."""
@@ -318,7 +324,8 @@ class Reader:
         array = self.array
         if self.is_hermitian:
             array = SymmetricArray([array], 0, self._sizes[0], TileMirror())
-        return np.asarray(array[:, index], self.dtype)
+        column = self._checked(array[:, index], self.shape[:1])
+        return column.astype(self.dtype, copy=False)
 
 
 def _conj(x: np.ndarray) -> np.ndarray:

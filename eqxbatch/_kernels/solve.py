@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 from .._base.checks import AnyArray, check_at_least, check_types, checked
 from .._base.dtypes import is_complex
 from .._base.trees import described, log
+from .._batch.batch import as_numpy
 from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
 from .._batch.store import check_record, digest, read_json
 from .on_host import check_concrete
@@ -596,7 +597,7 @@ def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]
             f"`y` must have {struct.shape[0]} rows, as the kernel has; got shape "
             f"{y.shape}."
         )
-    right = np.asarray(y).reshape(struct.shape[0], math.prod(y.shape[1:]))
+    right = as_numpy(y).reshape(struct.shape[0], math.prod(y.shape[1:]))
     right = right.astype(np.result_type(right.dtype, np.float64))
     if is_complex(struct):
         right = right.astype(np.complex128)

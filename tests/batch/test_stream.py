@@ -56,7 +56,7 @@ NUM = 11
 RNG = np.random.default_rng(0)
 X, Y = RNG.standard_normal((NUM, 3)), RNG.integers(0, 2, NUM)
 WEIGHTS = RNG.integers(0, 3, NUM).astype(float)
-SIZES = (4, 0, 3, 4)
+SIZES = (0, 4, 0, 3, 4)
 
 
 class Net(eqx.Module):
@@ -218,6 +218,39 @@ def test_float32_keeps_its_digits():
     assert_same(got, np.asarray(x.sum(dtype=float)).astype(np.float32), tol=1e-7)
 
 
+def test_derivatives_with_an_empty_first_batch():
+    kinds = {name: x for name, x in REDUCED.items() if name != "rows"}
+    transform = filter_micro_vmap(
+        lambda factor, x: dict.fromkeys(kinds, jnp.sin(factor * x)),
+        in_axes=(None, 0),
+        accumulator=kinds,
+    )
+    stream = over_batches(transform)
+
+    def in_batches(factor):
+        state = stream.init(factor, X[:0])
+        for x in (X[:0], X[:4], X[4:]):
+            state, _ = stream.update(state, factor, x)
+        return stream.finish(state, factor)
+
+    factor = jnp.asarray(1.3)
+    got = jax.jacrev(in_batches)(factor)
+    assert_same(got, jax.jacrev(lambda factor: transform(factor, X))(factor), tol=1e-11)
+
+
+def test_no_examples():
+    """As for one empty batch; within `jax.jit`, nothing is known of their number."""
+    kinds = {name: x for name, x in REDUCED.items() if name not in ("last", "rows")}
+    transform = filter_micro_vmap(
+        lambda x: dict.fromkeys(kinds, x.sum()), accumulator=kinds
+    )
+    assert_same(over_batches(transform)([X[:0], X[:0]]), transform(X[:0]))
+    last = over_batches(filter_micro_vmap(jnp.sum, accumulator=Last()))
+    with pytest.raises(ValueError, match="no batch has an example"):
+        last.finish(last.init(X[:0]))
+    assert_same(jax.jit(last)([X[:0]]), np.zeros(()))
+
+
 @pytest.mark.versions
 def test_steps_and_scan(net):
     """A run that is saved and resumed after each batch has the same bits."""
@@ -278,7 +311,7 @@ class Sliced:
     shape = (NUM, 3)
 
     def __getitem__(self, index):
-        assert index.stop - index.start == 4
+        assert index.start < index.stop <= NUM
         return X[index]
 
 

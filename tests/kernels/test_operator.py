@@ -391,6 +391,27 @@ def test_an_operator_is_an_argument_of_compiled_functions():
     assert not any(map(eqx.is_array, jax.tree.leaves(stored)))
 
 
+@pytest.mark.parametrize(
+    ("read", "match"),
+    (
+        (lambda x: np.ma.array(x, mask=x > 0.5), "must not have masked entries"),
+        # NumPy would take one row for all.
+        (lambda x: x[:1], r"Slices of a stored kernel must be \(13, 13\); got \(1, 13"),
+    ),
+)
+def test_entries_that_are_missing(read, match):
+    class Stored:
+        shape, dtype = (13, 13), X.dtype
+
+        def __getitem__(self, place):
+            return read(dense(rbf, X).astype(X.dtype)[place])
+
+    stored = KernelOperator(Stored())
+    for run in (lambda: stored.mv(jnp.ones(13)), stored.as_matrix):
+        with pytest.raises(Exception, match=match):
+            run()
+
+
 def random_features(x1, x2=None, *, key, mask):
     """A kernel of random features, which differ if there are two sides."""
     x2 = x1 if x2 is None else x2

@@ -522,6 +522,22 @@ def test_transforms_are_refused(transform):
         jax.jit(lambda: kernel(Recorded(X)))()
 
 
+@pytest.mark.parametrize("error", (IndexError, StopIteration))
+@pytest.mark.parametrize("store", ("device", "host"))
+def test_no_error_of_a_reader_is_the_end(error, store):
+    class Damaged(Recorded):
+        def __getitem__(self, rows):
+            if rows.stop == 13:
+                raise error("a row")
+            return super().__getitem__(rows)
+
+    kernel = filter_batch_kernel(rbf, block_size=BLOCK, store=store)
+    raised = RuntimeError if error is StopIteration else error
+    for args in ((Damaged(X),), (X, Damaged(X))):
+        with pytest.raises(raised):
+            kernel(*args)
+
+
 class Wrong:
     """What `read` makes of rows is read."""
 
@@ -578,17 +594,27 @@ def whole(x):
                 Wrong(lambda x: np.ma.array(x, mask=x > 1))
             ),
             ValueError,
-            "have masked entries, which stand for no number",
+            "must not have masked entries, which stand for no number",
         ),
         (
             lambda: filter_batch_kernel(rbf)(Wrong(lambda x: x.T)),
-            TypeError,
-            r"rows of numbers or bools; got an array of shape \(3, 0\)",
+            ValueError,
+            r"Rows 0 to 0 of .* must be 0 rows; got an array of shape \(3, 0\)",
         ),
         (
-            lambda: filter_batch_kernel(rbf)(Wrong(lambda x: x[:5])),
+            lambda: filter_batch_kernel(rbf)(Wrong(lambda x: x[:, :2])),
+            TypeError,
+            r"rows of numbers or bools; got an array of shape \(0, 2\)",
+        ),
+        (
+            lambda: filter_batch_kernel(rbf)(Wrong(lambda x: x[:, : 3 - x.size // 39])),
             ValueError,
-            r"Rows 0 to 13 of .* must be .*\(13, 3\).*; got .*\(5, 3\)",
+            r"Rows 0 to 13 of .* must be .*\(13, 3\).*; got .*\(13, 2\)",
+        ),
+        (
+            lambda: filter_batch_kernel(rbf, block_size=4)(Wrong(lambda x: x[:3])),
+            ValueError,
+            r"Rows 0 to 4 of .* must be 4 rows; got an array of shape \(3, 3\)",
         ),
     ),
 )

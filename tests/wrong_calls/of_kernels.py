@@ -306,6 +306,14 @@ FUNCTIONS = [
     ),
     Case(
         "kernel_solve",
+        lambda: eqxbatch.kernel_solve(
+            linear, x, np.ma.array(y, mask=y > 0), ridge=0.1, symmetric=True
+        ),
+        ValueError,
+        "Arrays must not have masked entries, which stand for no number; got an array",
+    ),
+    Case(
+        "kernel_solve",
         lambda: eqxbatch.kernel_solve(linear, y, ridge=0.1),
         TypeError,
         r"is a kernel without its examples: .*Call `kernel_solve\(kernel, x, y, ridge",

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import eqxbatch
 from eqxbatch import grid
@@ -333,12 +334,39 @@ GRADIENTS += [
 
 
 rows = eqxbatch.over_batches(vmap())
+two = eqxbatch.filter_micro_grad(lambda w, x, y: loss(w, x) * y)
+
+
+class Rows:
+    """Rows on disk, of which most are missing."""
+
+    shape, dtype = (5,), np.dtype(float)
+
+    def __getitem__(self, index):
+        return np.ones(1)
+
+
+class NoArray:
+    """An array of a library whose dtype no other one has."""
+
+    def __array__(self, dtype=None, copy=None):
+        raise TypeError("not as NumPy")
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **_):
+        raise BufferError("not at all")
 
 
 def used(stream):
     state = stream.init(x)
     stream.update(state, x)
     return state
+
+
+def update(stream, w, x, y):
+    return stream.update(stream.init(w, (x, y)), w, x, y)
 
 
 STREAMS = [
@@ -352,7 +380,57 @@ STREAMS = [
         "over_batches",
         lambda: rows(x),
         TypeError,
-        "`batches` must be an iterable of batches, or arrays .* with a `batch_size`",
+        r"`batches`, the last argument, must be .* `\[\(x, y\)\]`, or .* `\(x, y\)`",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows({"x": x}),
+        TypeError,
+        "must be an iterable of batches.*got a dict .* without one",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(two, batch_size=2)(w, x, y),
+        ValueError,
+        r"`x`, before the batches, has the batch axis 0.*give `\(x, y\)` in place",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(two, batch_size=2)(w, Rows(), Rows()),
+        TypeError,
+        r"Before the batches, there is an array .* are read.*give `\(x, y\)` in place",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(accumulator=eqxbatch.Mean()), weighted=True)(
+            [x]
+        ),
+        ValueError,
+        "`weighted=True`, a batch must be a tuple or list that has the weights .* last",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(accumulator=eqxbatch.Last()))([x[:0]]),
+        ValueError,
+        "output comes from the last example.*, but no batch has an example",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows([np.ma.array(np.ones(2), mask=[0, 1])]),
+        ValueError,
+        r"must not have masked entries.*; got an array of shape \(2,\).* Fill them",
+    ),
+    Case(
+        "over_batches",
+        lambda: eqxbatch.over_batches(vmap(), batch_size=2)(Rows()),
+        ValueError,
+        r"Rows 0 to 2 of an array of shape \(5,\) .* must be 2 rows; got .* \(1,\)",
+    ),
+    Case(
+        "over_batches",
+        lambda: rows([NoArray()]),
+        TypeError,
+        "NumPy and JAX cannot read .*: not as NumPy; not at all. Convert it to",
     ),
     Case(
         "over_batches",
@@ -469,6 +547,12 @@ STREAMS = [
         lambda: rows.update(rows.init(x), x, number=1),
         ValueError,
         "`number` must be that of a pass, .* takes 1: from 0 to 0; got 1",
+    ),
+    Case(
+        "StreamState",
+        lambda: update(eqxbatch.over_batches(two), w, x, y),
+        ValueError,
+        r"All batches must have the structure.*one argument, the last: give `\(x, y\)`",
     ),
     Case(
         "StreamState",
@@ -598,6 +682,12 @@ ACCUMULATORS = [
         lambda: eqxbatch.Mean(jnp.ones(())),
         ValueError,
         r"`weights` must be .*got an array of shape \(\)",
+    ),
+    Case(
+        "Mean",
+        lambda: eqxbatch.Mean(weights=np.ma.array(np.ones(5), mask=[0, 0, 1, 0, 0])),
+        ValueError,
+        "Arrays must not have masked entries, which stand for no number; got an array",
     ),
     Case(
         "Mean",
