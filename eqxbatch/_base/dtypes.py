@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
 
 from .trees import safe_zip
 
@@ -276,7 +276,7 @@ def _half_exponent(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
     return exponent_of(x) >> 1
 
 
-def _normalised(weights: Real[Array, " n"]) -> tuple[Array, Array]:
+def _normalised(weights: Shaped[Array, " n"]) -> tuple[Array, Array]:
     """Weights scaled to at most one, and their divisor.
 
     With these, weights cannot cause overflow of cotangents in a backward pass.

@@ -572,7 +572,7 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
         total = rows[0].shape[axes[0]]
         weights = jnp.ones(total) if weights is None else weights
         both = Rows([*rows, weights], (*axes, 0), total)
-        one = jax.eval_shape(of_each, both.at(0, 1).arrays, 1)
+        one = jax.eval_shape(lambda: of_each(both.at(0, 1).arrays, 1))
         # As many results at a time as factors of sites would be kept.
         size = platform().factor_bytes // max(num_bytes(one), 1)
         return accumulated(of_each, both, max(1, size), Sum())

@@ -66,7 +66,7 @@ def _marked_row(x: Array, is_marked: Array, axis: int) -> Array:
         data = _marked_row(jr.key_data(x), is_marked, axis)
         return jr.wrap_key_data(data, impl=jr.key_impl(x))
     has_mark = jnp.any(is_marked)
-    is_marked = jnp.expand_dims(is_marked, [i for i in range(x.ndim) if i != axis])
+    is_marked = _along(is_marked, x, axis)
     if x.dtype == jnp.bool_:
         return jnp.any(is_marked & x, axis, keepdims=True) | ~has_mark
     # Not all backends add numbers of so few bits.
@@ -77,12 +77,14 @@ def _marked_row(x: Array, is_marked: Array, axis: int) -> Array:
     return jnp.where(has_mark, row, jnp.ones((), row.dtype)).astype(x.dtype)
 
 
+def _along(marks: Array, x: Array, axis: int) -> Array:
+    """A mark for each row of `x`, with as many axes."""
+    return jnp.expand_dims(marks, [i for i in range(x.ndim) if i != axis])
+
+
 @eqx.filter_custom_jvp
 def _counting(x: Array, row: Array, weights: Array, *, axis: int) -> Array:
-    counts = jnp.expand_dims(
-        weights.astype(bool), [i for i in range(x.ndim) if i != axis]
-    )
-    return jnp.where(counts, x, row)
+    return jnp.where(_along(weights.astype(bool), x, axis), x, row)
 
 
 @_counting.def_jvp
@@ -90,7 +92,9 @@ def _counting_jvp(primals: tuple, tangents: tuple, *, axis: int) -> tuple[Any, A
     (x, row, weights), (t_x, _, t_weights) = primals, tangents
     if t_weights is not None:
         return x, t_x
-    return jax.jvp(lambda x: _counting(x, row, weights, axis=axis), (x,), (t_x,))
+    counts = _along(weights.astype(bool), x, axis)
+    zero = jnp.zeros((), t_x.dtype)
+    return jnp.where(counts, x, row), jnp.where(counts, t_x, zero)
 
 
 @eqx.filter_custom_jvp

@@ -339,6 +339,26 @@ def test_derivatives_with_respect_to_weights_of_zero():
         assert_same(jax.jit(jax.grad(through))(weights), expected, tol=1e-4)
 
 
+def test_derivatives_with_respect_to_padded_rows():
+    loss = lambda w, x: jnp.sum(w * x) ** 2
+    mask = jnp.asarray(MASK)
+
+    def mapped(x):
+        one = lambda x: loss(jnp.asarray(ONES), x)
+        return filter_micro_vmap(one, microbatch_size=2, accumulator=Sum(mask))(x)
+
+    def gradient(x):
+        total = filter_micro_grad(loss, microbatch_size=2, accumulator=Sum(mask))
+        return jnp.sum(total(jnp.asarray(ONES), x))
+
+    x = jnp.asarray(PADDED + 1)
+    sums = jnp.where(mask, 1.0, 0.0) * x.sum(1)
+    expected = np.repeat(2 * sums[:, None], 2, axis=1)
+    assert_same(jax.jit(jax.grad(mapped))(x), expected, tol=1e-5)
+    # The sum of a gradient is 2 (w @ x) sum(x), and w has ones.
+    assert_same(jax.jit(jax.grad(gradient))(x), 2 * expected, tol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_a_mesh(kind):
     mesh = make_mesh(kind)

@@ -329,8 +329,8 @@ def test_kernels_and_steps_are_those_of_the_jacobian(place):
 
 
 def test_the_report_says_why():
-    (report,) = explain_sites(of_parameters("injected"), W, X).leaves
+    (report,) = explain_sites(of_parameters("injected"), jnp.asarray(W), X).leaves
     assert "no derivative in forward mode" in report.reason
     loss = lambda w, x: jnp.sum(FUNCTIONS["injected"](x, jnp.sum(w)))
-    (report,) = explain_sites(loss, W, X).leaves
+    (report,) = explain_sites(loss, jnp.asarray(W), X).leaves
     assert "does not depend on the cotangent" in report.reason
