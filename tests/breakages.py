@@ -41,6 +41,63 @@ class Breakage:
 
 
 BREAKAGES = [
+    # Backward passes that are not linear, and padding.
+    Breakage(
+        "a backward pass that is not linear counts as linear",
+        "_base/backward.py",
+        "    return CustomBackward(not found, all(found))",
+        "    return CustomBackward(True, True)",
+        "tests/gradients/test_backward_passes.py",
+    ),
+    Breakage(
+        "a result that does not depend on the cotangent counts as linear",
+        "_base/backward.py",
+        "        if OTHER in outs:",
+        "        if False:",
+        "tests/gradients/test_backward_passes.py -k which_are_linear",
+    ),
+    Breakage(
+        "what a call returns is batched if any of its inputs is",
+        "_base/backward.py",
+        "        if len(outs) == len(eqn.outvars):\n            return outs",
+        "        if False:\n            return outs",
+        "tests/gradients/test_backward_passes.py -k belong",
+    ),
+    Breakage(
+        "the share of an example enters its backward pass",
+        "_gradients/micro_grad.py",
+        "            blocks = dataclasses.replace(blocks, overlaps=False)",
+        "            pass",
+        "tests/gradients/test_backward_passes.py -k sums",
+    ),
+    Breakage(
+        "Hessians are weighted before their backward pass",
+        "_batch/derivative.py",
+        "            sums = weighted_after(sums, loss.batch.axes)",
+        "            pass",
+        "tests/gradients/test_backward_passes.py -k hessians",
+    ),
+    Breakage(
+        "the host is called again for rows of two microbatches",
+        "_batch/loop.py",
+        "    if any(map(calls_host, equations_in(full))):",
+        "    if False:",
+        "tests/maps/test_tracing.py -k host",
+    ),
+    Breakage(
+        "padding is replaced also where weights are differentiated",
+        "_batch/padding.py",
+        "        return x, t_x",
+        "        pass",
+        "tests/batch/test_weights.py -k of_zero",
+    ),
+    Breakage(
+        "padding is not replaced",
+        "_batch/padding.py",
+        "    return jnp.where(_along(weights.astype(bool), x, axis), x, row)",
+        "    return x",
+        "tests/batch/test_weights.py -k padding",
+    ),
     # Annotations.
     Breakage(
         "the annotations of the settings of a transform are not checked",
@@ -298,9 +355,9 @@ BREAKAGES = [
     ),
     Breakage(
         "constants in a backward pass are taken for linear",
-        "_sites/custom.py",
-        "kind != _OTHER if i in together else kind != _LINEAR",
-        "i in together or kind != _LINEAR",
+        "_base/backward.py",
+        "kind != OTHER if i in together else kind != LINEAR",
+        "i in together or kind != LINEAR",
         "tests/sites/test_custom.py -k not_linear",
     ),
     Breakage(
