@@ -324,7 +324,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         blocks = self.blocks(batch, args, kwargs, batch.total())
         example = self._example(loss)
         if example is not None and not example.backward.is_linear:
-            # The share of an example in two microbatches would enter backward passes.
+            # With shares of two microbatches, gradients would be formed; see
+            # `gradient_of_nonlinear`.
             blocks = dataclasses.replace(blocks, overlaps=False)
         accumulator = self.gradient_accumulator
         arrays, axes, split = rows_and_weights(accumulator, batch, blocks)
@@ -443,7 +444,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return by_sum
         is_scaled = is_mean or example.is_narrow
         is_of_sum = backward.has_examples and not is_scaled
-        return gradient_of_nonlinear(by_sum, by_sites(), is_of_sum=is_of_sum)
+        return gradient_of_nonlinear(by_sum, by_sites, is_of_sum=is_of_sum)
 
     def _keeps_outputs(self, example: TracedFunction) -> bool:
         """Whether values and aux are more than sums with the weights of gradients."""

@@ -159,7 +159,10 @@ def gradient_of_sum(
 
 
 def gradient_of_nonlinear(
-    by_sum: BlockGradients, by_examples: BlockGradients, *, is_of_sum: bool
+    by_sum: BlockGradients,
+    by_examples: Callable[[], BlockGradients],
+    *,
+    is_of_sum: bool,
 ) -> BlockGradients:
     """The gradient with backward passes that are not linear in their cotangents.
 
@@ -169,7 +172,7 @@ def gradient_of_nonlinear(
     """
 
     def gradients(rows: list, weights: Array | None, bounds: list) -> Results:
-        run = by_sum if is_of_sum and weights is None else by_examples
+        run = by_sum if is_of_sum and weights is None else by_examples()
         return run(rows, weights, bounds)
 
     return gradients

@@ -3,6 +3,8 @@
 What is right is the mean over `jax.vmap(jax.grad(loss))`.
 """
 
+import logging
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -143,6 +145,15 @@ def test_half_precision():
     np.testing.assert_allclose(got, each(loss, w, x).mean(0), rtol=2e-2)
 
 
+def test_one_backward_pass_where_it_is_right(caplog):
+    caplog.set_level(logging.DEBUG, "eqxbatch")
+    gradient = filter_micro_grad(of_data("state"), microbatch_size=3)
+    gradient(W, X)
+    assert "Clipping" not in caplog.text
+    filter_micro_grad(of_data("state"), accumulator=Sum(weights=WEIGHTS))(W, X)
+    assert "Clipping" in caplog.text
+
+
 def backward_of(fun):
     return backward_of_program(TracedFunction(fun, jnp.asarray(W), [X], [0]))
 
@@ -166,8 +177,11 @@ def test_which_belong_to_an_example():
         return jnp.sum(lax.scan(step, w, None, length=2)[0])
 
     within = {
-        # Of a call, only what has examples is batched.
         "a call": lambda w, x: jax.jit(lambda w, x: (clip(w, one), x))(w, x)[0] @ x,
+        # Of a call, only what has examples is batched.
+        "what a call returns": lambda w, x: (
+            clip(jax.jit(lambda w, x: (2 * w, x))(w, x)[0], one) @ x
+        ),
         "a call of data": lambda w, x: jnp.sum(jax.jit(clip)(x * w, one)),
         "a loop": looped,
         "constants of a loop": lambda w, x: jnp.sum(
@@ -187,6 +201,7 @@ def test_which_belong_to_an_example():
     }
     assert seen == {
         "a call": False,
+        "what a call returns": False,
         "a call of data": True,
         "a loop": True,
         "constants of a loop": False,
