@@ -638,8 +638,12 @@ class TracedFunction:
         def flat(leaves: list, rows: list) -> PyTree:
             return fun(self.tree(leaves), rows)
 
+        # Imported here because its rules are written with the functions above.
+        from .refs import without_refs
+
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
-        self.closed, structs, static = self.at_example(trace)
+        closed, structs, static = self.at_example(trace)
+        self.closed = without_refs(closed)
         self.out = eqx.combine(structs, static)
 
     def at_example(self, ask: Callable[[list], _T]) -> _T:

@@ -52,6 +52,7 @@ from .._base.mesh import (
     structs_on_devices,
 )
 from .._base.platforms import number_types, platform
+from .._base.refs import is_ref
 from .._base.trees import described, log, safe_zip, shown
 
 
@@ -119,7 +120,10 @@ def broadcast_axes(
     def axis_of(axis: Any, part: PyTree, leaf: Any) -> Any:
         if not callable(axis):
             return axis
-        return None if shares_states and is_state(part) else axis(leaf)
+        if shares_states and is_state(part):
+            return None
+        # Equinox takes no `Ref` for an array, and would share its rows.
+        return axis(leaf[...] if is_ref(leaf) else leaf)
 
     return [
         _resolve_axis(name, axis_of(axis, part, leaf))
@@ -317,6 +321,8 @@ def split_batch(
             continue
         shared.append(_Batched)
         name = leaf_name(path, parameters)
+        if is_ref(leaf):
+            raise ValueError(no_ref(name))
         if not eqx.is_array(leaf):
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, but it is a "
@@ -338,6 +344,15 @@ def split_batch(
         batch_axes.append(axis % leaf.ndim)
         names.append(name)
     return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
+
+
+def no_ref(name: str) -> str:
+    """The message for a `Ref` that has rows, where it cannot be mapped."""
+    return (
+        f"{name} is a `jax.Ref` with a batch axis, which only `filter_micro_vmap` maps "
+        f"over. Pass its value, as in `ref[...]`, and return what is to be written; or "
+        "give it None in `in_axes` if all examples read the same."
+    )
 
 
 def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:

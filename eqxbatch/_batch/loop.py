@@ -27,6 +27,7 @@ from .._base.checks import check_types, match_prefix
 from .._base.jaxprs import array_structs, axis_names, is_struct, run_jaxpr, with_arrays
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
 from .._base.platforms import after_loop, assigned, evaluate_in_loop
+from .._base.refs import without_refs
 from .._base.trees import described, safe_zip
 from .accumulators import (
     AbstractAccumulator,
@@ -436,7 +437,7 @@ def run_blocks(
         with of_passes(None):  # Loops within `fun` are no passes.
             jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
         output, aux = eqx.combine(struct, static)
-        return jaxpr, output, aux
+        return without_refs(jaxpr), output, aux
 
     def slots_of(output: PyTree, aux: Any) -> Slots:
         slots = make_slots(output, aux).with_states(output)
