@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .trees import safe_zip
+from .trees import safe_zip, with_shapes_of_arrays
 
 
 # The primitives of which something is known, a line for each:
@@ -612,7 +612,8 @@ def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
 def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
     """An output with these in place of shapes and dtypes, in their order."""
     remaining = iter(arrays)
-    return jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
+    filled = jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
+    return with_shapes_of_arrays(filled)
 
 
 class TracedFunction:

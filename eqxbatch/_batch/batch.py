@@ -12,7 +12,6 @@ import inspect
 import os
 import pathlib
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -53,7 +52,13 @@ from .._base.mesh import (
 )
 from .._base.platforms import number_types, platform
 from .._base.refs import is_ref
-from .._base.trees import described, log, safe_zip, shown
+from .._base.trees import (
+    described,
+    log,
+    safe_zip,
+    shown,
+    with_shapes_of_arrays,
+)
 
 
 def is_state(x: Any) -> bool:
@@ -206,7 +211,7 @@ class Batch(eqx.Module):
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self.shared]
-        return _with_example_shapes(jtu.tree_unflatten(self.treedef, leaves))
+        return with_shapes_of_arrays(jtu.tree_unflatten(self.treedef, leaves))
 
     def call(self, fun: Callable, arrays: list) -> PyTree:
         """Calls `fun` with `arrays` as the batched leaves."""
@@ -250,37 +255,6 @@ class Batch(eqx.Module):
                 f"{'; '.join(listing)}. {remedy}"
             )
         return totals.pop()
-
-
-def _with_example_shapes(tree: PyTree) -> PyTree:
-    """Gives sparse arrays the shapes of the examples whose entries they have.
-
-    Unflattened from some examples, they still have the shape of the whole batch.
-    """
-    sparse = sys.modules.get("jax.experimental.sparse")
-    if sparse is None:  # There is no sparse array.
-        return tree
-    is_sparse = lambda x: isinstance(x, (sparse.BCOO, sparse.BCSR))
-
-    def fitted(x: Any) -> Any:
-        if not is_sparse(x):
-            return x
-        if isinstance(x, sparse.BCOO):
-            parts, num_sparse = (x.data, x.indices), x.indices.shape[-1]
-            batch = x.indices.shape[:-2]
-        else:
-            parts, num_sparse = (x.data, x.indices, x.indptr), 2
-            batch = x.indptr.shape[:-1]
-        num_dense = x.data.ndim - len(batch) - 1
-        shape = (*batch, *x.shape[len(x.shape) - num_sparse - num_dense :])
-        if shape == x.shape:
-            return x
-        is_sorted, is_unique = x.indices_sorted, x.unique_indices
-        return type(x)(
-            parts, shape=shape, indices_sorted=is_sorted, unique_indices=is_unique
-        )
-
-    return jtu.tree_map(fitted, tree, is_leaf=is_sparse)
 
 
 class _Batched:

@@ -109,7 +109,9 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
     A function with the arguments of `fun`, where each mapped argument has an additional
     batch axis. A `jax.Ref` can be one, as for `jax.vmap`: `fun` gets one for each row,
     and what it writes is written to the row. Outputs that are not arrays must be the
-    same for all microbatches. If the batch is empty, `fun` is traced but not run.
+    same for all microbatches; they stay what `fun` returned for one example. Only
+    sparse arrays (`BCOO`, `BCSR`) get the shape of the batch, as by `jax.vmap`. If the
+    batch is empty, `fun` is traced but not run.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
@@ -119,10 +121,11 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
     **Raises:**
 
     - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
-        mapped argument, an accumulator that does not fit the output, non-array outputs
-        that differ between microbatches, a `num_real_microbatches` that is negative
-        or larger than the number of microbatches or comes with a mapped `jax.Ref`, and
-        a function that writes to a `jax.Ref` that is not mapped.
+        mapped argument, an accumulator that does not fit the output (no reduction fits
+        a sparse array), non-array outputs that differ between microbatches, a
+        `num_real_microbatches` that is negative or larger than the number of
+        microbatches or comes with a mapped `jax.Ref`, and a function that writes to a
+        `jax.Ref` that is not mapped.
     - `TypeError` for a size that is not an int, and for a mean of integers.
     - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
         of this range.
