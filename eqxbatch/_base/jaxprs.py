@@ -619,7 +619,8 @@ def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
 class TracedFunction:
     """A function of leaves and of one example of a batch, traced.
 
-    - `leaves`: the list of arrays that it was traced with.
+    - `leaves`: the list of arrays that it was traced with; those of fewer than 16 bits
+        in float32, as which they are differentiated.
     - `arrays`, `axes`: the arrays of a batch, of which only types matter, and their
         batch axes; these are empty if the arrays are those of one example.
     - `closed`: its jaxpr, whose first inputs are the leaves.
@@ -633,18 +634,21 @@ class TracedFunction:
         arrays: list,
         axes: Sequence[int] = (),
     ):
-        self.leaves, self._treedef = jtu.tree_flatten(leaves)
+        # Imported here because they are written with the functions above.
+        from .narrow import wide, without_narrow_casts
+        from .refs import without_refs
+
+        given, self._treedef = jtu.tree_flatten(leaves)
+        self._dtypes = [x.dtype for x in given]
+        self.leaves = [*map(wide, given)]
         self.arrays, self.axes = arrays, list(axes)
 
         def flat(leaves: list, rows: list) -> PyTree:
-            return fun(self.tree(leaves), rows)
-
-        # Imported here because its rules are written with the functions above.
-        from .refs import without_refs
+            return fun(self.cast(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
         closed, structs, static = self.at_example(trace)
-        self.closed = without_refs(closed)
+        self.closed = without_narrow_casts(without_refs(closed), self._dtypes)
         self.out = eqx.combine(structs, static)
 
     def at_example(self, ask: Callable[[list], _T]) -> _T:
@@ -681,6 +685,12 @@ class TracedFunction:
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """A list with an entry for each leaf, as the PyTree that the leaves were."""
         return jtu.tree_unflatten(self._treedef, leaves)
+
+    def cast(self, leaves: Sequence[Any]) -> PyTree:
+        """The same, with each entry in the dtype of its leaf as it was given."""
+        pairs = safe_zip(leaves, self._dtypes)
+        # A cast to the same dtype would be an equation if the type is weak.
+        return self.tree([x if x.dtype == d else x.astype(d) for x, d in pairs])
 
     def one(self, leaves: list, rows: Sequence[Array]) -> list[Array]:
         """The arrays that it returns for one example."""
