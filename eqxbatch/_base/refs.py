@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array
 
 from .jaxprs import (
@@ -61,7 +62,7 @@ def without_refs(closed: Any) -> Any:
 def is_ref(x: Any) -> bool:
     """Whether this is a mutable array."""
     # A tracer of one is no instance in JAX 0.7.
-    is_traced = isinstance(x, jax.core.Tracer)
+    is_traced = isinstance(x, Tracer)
     return isinstance(x, jax.Ref) or (is_traced and _is_type_of_ref(jax.typeof(x)))
 
 

@@ -553,10 +553,10 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
             continue  # The others are the same for all examples.
         used = [by_number[i].accumulator for i in jtu.tree_leaves(numbers)]
         name = f"output{jtu.keystr(path)}, a {type(x).__name__},"
-        axes = {acc.axis if isinstance(acc, Concat) else None for acc in used}
+        axes = {acc.axis for acc in used if isinstance(acc, Concat)}
         if all(isinstance(acc, Last) or not acc.leafwise for acc in used):
             continue
-        if None in axes:
+        if not all(isinstance(acc, Concat) for acc in used):
             names = " and ".join(sorted({type(acc).__name__ for acc in used}))
             raise ValueError(
                 f"{name} cannot be accumulated by {names}: its entries are at other "
@@ -566,7 +566,7 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
         num = num_batch_axes(x)
         if len(axes) > 1 or min(axes) not in range(num):
             raise ValueError(
-                f"{name} cannot be joined along axis {axes.pop()}: examples are along "
+                f"{name} cannot be joined along axis {min(axes)}: examples are along "
                 f"its leading axes only, of which it has {num}. Use axis 0, as for "
                 "`jax.vmap`; or return it as `.todense()`."
             )

@@ -13,7 +13,7 @@ from .._base.refs import is_ref
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import broadcast_axes, split_axes
-from .._batch.transform import AbstractEarlyStop, run_compiled
+from .._batch.transform import run_compiled
 
 
 def has_ref(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -21,15 +21,14 @@ def has_ref(args: tuple, kwargs: dict[str, Any]) -> bool:
     return any(map(is_ref, jtu.tree_leaves((args, kwargs))))
 
 
-def run_in_place(map_: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_in_place(transform: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs a map, and writes the rows of each mapped `Ref` back to it.
 
     Each example has its row in a `Ref` of its own. So rows of two microbatches are
     read before they are written, and no example sees what another one wrote.
     """
-    transform: AbstractEarlyStop = map_
     default = eqx.if_array(0)
-    specs = split_axes(transform.fun, map_.in_axes, args, kwargs, default)
+    specs = split_axes(transform.fun, transform.in_axes, args, kwargs, default)
     axes = [
         axis
         for spec, tree in safe_zip(specs, (args, kwargs))
@@ -59,10 +58,10 @@ def run_in_place(map_: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         leaves[i] = ref[...]
     args, kwargs = jtu.tree_unflatten(treedef, leaves)
     both = dataclasses.replace(
-        map_,
+        transform,
         fun=_OnRows(transform.fun, (*places,)),
-        out_axes=(map_.out_axes, [axes[i] for i in places]),
-        accumulator=(map_.accumulator, Concat()),
+        out_axes=(transform.out_axes, [axes[i] for i in places]),
+        accumulator=(transform.accumulator, Concat()),
     )
     out, values = run_compiled(both, *args, **kwargs)
     for ref, value in safe_zip(refs, values):
