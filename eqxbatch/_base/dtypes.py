@@ -28,7 +28,13 @@ def widest(*dtypes: Any) -> Any:
 
 
 def common_dtype(*dtypes: Any) -> Any:
-    """The dtype that can hold all of these, independent of the promotion setting."""
+    """The dtype that can hold all of these, independent of the promotion setting.
+
+    JAX promotes no dtype of fewer than 16 bits: with others, it counts as float32.
+    """
+    if len({*map(jnp.dtype, dtypes)}) > 1:
+        is_narrow = lambda x: jnp.issubdtype(x, jnp.floating) and jnp.finfo(x).bits < 16
+        dtypes = tuple(jnp.float32 if is_narrow(x) else x for x in dtypes)
     with jax.numpy_dtype_promotion("standard"):
         return functools.reduce(jnp.promote_types, dtypes)
 
@@ -57,8 +63,8 @@ def accumulation_dtype(
             )
         check_fits(name, requested, dtype, "that `fun` returned")
         dtype = requested
-    elif dtype in (jnp.bfloat16, jnp.float16):
-        dtype = jnp.dtype(jnp.float32)
+    elif jnp.issubdtype(dtype, jnp.floating):
+        dtype = widest(dtype)
     if inexact and not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"{name} needs floating-point or complex results, but `fun` returned "

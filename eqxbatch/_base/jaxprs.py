@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from .trees import safe_zip
+from .trees import safe_zip, with_shapes_of_arrays
 
 
 # The primitives of which something is known, a line for each:
@@ -611,13 +611,15 @@ def array_structs(output: PyTree) -> list[jax.ShapeDtypeStruct]:
 def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
     """An output with these in place of shapes and dtypes, in their order."""
     remaining = iter(arrays)
-    return jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
+    filled = jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
+    return with_shapes_of_arrays(filled)
 
 
 class TracedFunction:
     """A function of leaves and of one example of a batch, traced.
 
-    - `leaves`: the list of arrays that it was traced with.
+    - `leaves`: the list of arrays that it was traced with; those of fewer than 16 bits
+        in float32, as which they are differentiated.
     - `arrays`, `axes`: the arrays of a batch, of which only types matter, and their
         batch axes; these are empty if the arrays are those of one example.
     - `closed`: its jaxpr, whose first inputs are the leaves.
@@ -631,14 +633,21 @@ class TracedFunction:
         arrays: list,
         axes: Sequence[int] = (),
     ):
-        self.leaves, self._treedef = jtu.tree_flatten(leaves)
+        # Imported here because they are written with the functions above.
+        from .narrow import wide, without_narrow_casts
+        from .refs import without_refs
+
+        given, self._treedef = jtu.tree_flatten(leaves)
+        self._dtypes = [x.dtype for x in given]
+        self.leaves = [*map(wide, given)]
         self.arrays, self.axes = arrays, list(axes)
 
         def flat(leaves: list, rows: list) -> PyTree:
-            return fun(self.tree(leaves), rows)
+            return fun(self.cast(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
-        self.closed, structs, static = self.at_example(trace)
+        closed, structs, static = self.at_example(trace)
+        self.closed = without_narrow_casts(without_refs(closed), self._dtypes)
         self.out = eqx.combine(structs, static)
 
     def at_example(self, ask: Callable[[list], _T]) -> _T:
@@ -675,6 +684,12 @@ class TracedFunction:
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """A list with an entry for each leaf, as the PyTree that the leaves were."""
         return jtu.tree_unflatten(self._treedef, leaves)
+
+    def cast(self, leaves: Sequence[Any]) -> PyTree:
+        """The same, with each entry in the dtype of its leaf as it was given."""
+        pairs = safe_zip(leaves, self._dtypes)
+        # A cast to the same dtype would be an equation if the type is weak.
+        return self.tree([x if x.dtype == d else x.astype(d) for x, d in pairs])
 
     def one(self, leaves: list, rows: Sequence[Array]) -> list[Array]:
         """The arrays that it returns for one example."""

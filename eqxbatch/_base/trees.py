@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import logging
+import sys
 from typing import Any, TYPE_CHECKING
 
 import jax.tree_util as jtu
@@ -99,3 +100,60 @@ def import_extra(module: str, what: str, extra: str) -> Any:
         raise ImportError(
             f'`{what}` needs {package}: pip install "equinox-batch[{extra}]".'
         ) from e
+
+
+def sparse_nodes(tree: PyTree) -> list[tuple[tuple, Any]]:
+    """The sparse arrays of JAX in a PyTree, with anything in place of their arrays.
+
+    Each comes after its path.
+    """
+    is_one = _is_sparse()
+    if is_one is None:
+        return []
+    nodes = jtu.tree_leaves_with_path(tree, is_leaf=is_one)
+    return [(path, x) for path, x in nodes if is_one(x)]
+
+
+def num_batch_axes(x: Any) -> int:
+    """The number of batch axes of a sparse array, as its arrays have them."""
+    return x.indptr.ndim - 1 if hasattr(x, "indptr") else x.indices.ndim - 2
+
+
+def with_shapes_of_arrays(tree: PyTree, *, is_sized: bool = True) -> PyTree:
+    """Gives sparse arrays the shapes that their arrays have.
+
+    Unflattened from some examples, they still have the shape of the whole batch, and
+    from the results of a batch that of one example. Unless `is_sized`, their batch axes
+    get size zero, so that those of different sizes are alike.
+    """
+    is_one = _is_sparse()
+    if is_one is None:
+        return tree
+
+    def fitted(x: Any) -> Any:
+        if not is_one(x) or not _have_shapes(x):
+            return x
+        num, num_sparse = num_batch_axes(x), 2
+        if not hasattr(x, "indptr"):
+            num_sparse = x.indices.shape[-1]
+        # An axis of size one stands for all.
+        batch = np.broadcast_shapes(x.data.shape[:num], x.indices.shape[:num])
+        num_others = num_sparse + x.data.ndim - num - 1
+        children, static = x.tree_flatten()
+        batch = batch if is_sized else (0,) * num
+        static["shape"] = (*batch, *x.shape[len(x.shape) - num_others :])
+        return type(x).tree_unflatten(static, children)
+
+    return jtu.tree_map(fitted, tree, is_leaf=is_one)
+
+
+def _is_sparse() -> Any:
+    """Whether something is a sparse array; None if there can be none."""
+    sparse = sys.modules.get("jax.experimental.sparse")
+    if sparse is None:
+        return None
+    return lambda x: isinstance(x, (sparse.BCOO, sparse.BCSR))
+
+
+def _have_shapes(x: Any) -> bool:
+    return all(hasattr(part, "ndim") for part in x.tree_flatten()[0])

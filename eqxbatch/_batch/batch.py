@@ -13,7 +13,6 @@ import inspect
 import os
 import pathlib
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -54,7 +53,14 @@ from .._base.mesh import (
     structs_on_devices,
 )
 from .._base.platforms import number_types, platform
-from .._base.trees import described, log, safe_zip, shown
+from .._base.refs import is_ref
+from .._base.trees import (
+    described,
+    log,
+    safe_zip,
+    shown,
+    with_shapes_of_arrays,
+)
 
 
 def is_state(x: Any) -> bool:
@@ -165,7 +171,10 @@ def broadcast_axes(
     def axis_of(axis: Any, part: PyTree, leaf: Any) -> Any:
         if not callable(axis):
             return axis
-        return None if shares_states and is_state(part) else axis(leaf)
+        if shares_states and is_state(part):
+            return None
+        # Equinox takes no `Ref` for an array, and would share its rows.
+        return axis(leaf[...] if is_ref(leaf) else leaf)
 
     return [
         _resolve_axis(name, axis_of(axis, part, leaf))
@@ -248,7 +257,7 @@ class Batch(eqx.Module):
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self.shared]
-        return _with_example_shapes(jtu.tree_unflatten(self.treedef, leaves))
+        return with_shapes_of_arrays(jtu.tree_unflatten(self.treedef, leaves))
 
     def call(self, fun: Callable, arrays: list) -> PyTree:
         """Calls `fun` with `arrays` as the batched leaves."""
@@ -292,37 +301,6 @@ class Batch(eqx.Module):
                 f"{'; '.join(listing)}. {remedy}"
             )
         return totals.pop()
-
-
-def _with_example_shapes(tree: PyTree) -> PyTree:
-    """Gives sparse arrays the shapes of the examples whose entries they have.
-
-    Unflattened from some examples, they still have the shape of the whole batch.
-    """
-    sparse = sys.modules.get("jax.experimental.sparse")
-    if sparse is None:  # There is no sparse array.
-        return tree
-    is_sparse = lambda x: isinstance(x, (sparse.BCOO, sparse.BCSR))
-
-    def fitted(x: Any) -> Any:
-        if not is_sparse(x):
-            return x
-        if isinstance(x, sparse.BCOO):
-            parts, num_sparse = (x.data, x.indices), x.indices.shape[-1]
-            batch = x.indices.shape[:-2]
-        else:
-            parts, num_sparse = (x.data, x.indices, x.indptr), 2
-            batch = x.indptr.shape[:-1]
-        num_dense = x.data.ndim - len(batch) - 1
-        shape = (*batch, *x.shape[len(x.shape) - num_sparse - num_dense :])
-        if shape == x.shape:
-            return x
-        is_sorted, is_unique = x.indices_sorted, x.unique_indices
-        return type(x)(
-            parts, shape=shape, indices_sorted=is_sorted, unique_indices=is_unique
-        )
-
-    return jtu.tree_map(fitted, tree, is_leaf=is_sparse)
 
 
 class _Batched:
@@ -369,6 +347,8 @@ def split_batch(
             continue
         shared.append(_Batched)
         name = leaf_name(path, parameters)
+        if is_ref(leaf):
+            raise ValueError(no_ref(name))
         if not eqx.is_array(leaf):
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, but it is a "
@@ -396,6 +376,15 @@ def split_batch(
         batch_axes.append(axis % leaf.ndim)
         names.append(name)
     return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
+
+
+def no_ref(name: str) -> str:
+    """The message for a `Ref` that has rows, where it cannot be mapped."""
+    return (
+        f"{name} is a `jax.Ref` with a batch axis, which only `filter_micro_vmap` maps "
+        f"over. Pass its value, as in `ref[...]`, and return what is to be written; or "
+        "give it None in `in_axes` if all examples read the same."
+    )
 
 
 def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:

@@ -36,7 +36,14 @@ from .._base.jaxprs import (
 )
 from .._base.mesh import is_on_mesh, vary_as, with_type_of, zeros_like
 from .._base.platforms import after_loop, assigned, calls_host, evaluate_in_loop
-from .._base.trees import described, safe_zip
+from .._base.refs import without_refs
+from .._base.trees import (
+    described,
+    num_batch_axes,
+    safe_zip,
+    sparse_nodes,
+    with_shapes_of_arrays,
+)
 from .accumulators import (
     AbstractAccumulator,
     AbstractSummary,
@@ -446,10 +453,11 @@ def run_blocks(
         with of_passes(None):  # Loops within `fun` are no passes.
             jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
         output, aux = eqx.combine(struct, static)
-        return jaxpr, output, aux
+        return without_refs(jaxpr), output, aux
 
     def slots_of(output: PyTree, aux: Any) -> Slots:
         slots = make_slots(output, aux).with_states(output)
+        _check_sparse(slots, output)
         if isinstance(limit, int) and limit == 0:
             _check_needs_none(slots)
         return slots
@@ -555,6 +563,37 @@ def _at_once(
     return slots.combine(results)
 
 
+def _check_sparse(slots: Slots, output: PyTree) -> None:
+    """Raises if the arrays of a sparse array would be accumulated one by one.
+
+    Joined along a batch axis of all of them, they are those of a sparse array.
+    """
+    by_number = {i: slot for slot in slots.slots for i in slot.indices}
+    numbered = with_arrays(output, range(len(by_number)))
+    for (path, x), (_, numbers) in safe_zip(*map(sparse_nodes, (output, numbered))):
+        if not all(map(is_struct, x.tree_flatten()[0])):
+            continue  # The others are the same for all examples.
+        used = [by_number[i].accumulator for i in jtu.tree_leaves(numbers)]
+        name = f"output{jtu.keystr(path)}, a {type(x).__name__},"
+        axes = {acc.axis for acc in used if isinstance(acc, Concat)}
+        if all(isinstance(acc, Last) or not acc.leafwise for acc in used):
+            continue
+        if not all(isinstance(acc, Concat) for acc in used):
+            names = " and ".join(sorted({type(acc).__name__ for acc in used}))
+            raise ValueError(
+                f"{name} cannot be accumulated by {names}: its entries are at other "
+                "places in each microbatch. Return it as `.todense()`, or only its "
+                "`.data` if all examples have the same indices."
+            )
+        num = num_batch_axes(x)
+        if len(axes) > 1 or min(axes) not in range(num):
+            raise ValueError(
+                f"{name} cannot be joined along axis {min(axes)}: examples are along "
+                f"its leading axes only, of which it has {num}. Use axis 0, as for "
+                "`jax.vmap`; or return it as `.todense()`."
+            )
+
+
 def _check_needs_none(slots: Slots) -> None:
     """Raises for results that do not exist if no microbatch runs."""
     for slot in slots.slots:
@@ -567,6 +606,8 @@ def _check_needs_none(slots: Slots) -> None:
 
 
 def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
+    alike = functools.partial(with_shapes_of_arrays, is_sized=False)
+    output, remainder = alike(output), alike(remainder)
     arrays, static = eqx.partition(output, is_struct)
     other_arrays, other_static = eqx.partition(remainder, is_struct)
     if not eqx.tree_equal(static, other_static):

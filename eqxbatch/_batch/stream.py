@@ -24,7 +24,7 @@ from .._base.checks import check_at_least, check_equal, check_types, warn_user
 from .._base.jaxprs import is_struct
 from .._base.mesh import is_explicit, names_of
 from .._base.platforms import compiled
-from .._base.trees import described, difference, shown
+from .._base.trees import described, difference, shown, with_shapes_of_arrays
 from .accumulators import AbstractAccumulator, AbstractTotal, Concat
 from .batch import as_numpy, copied, has_rows, is_stored, read_rows, resolved
 from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
@@ -337,7 +337,7 @@ class OverBatches(AbstractTransform):
             array = rows[x.number]
             return array if x.axis == 0 else np.moveaxis(np.asarray(array), 0, x.axis)
 
-        return jtu.tree_map(place, result)
+        return with_shapes_of_arrays(jtu.tree_map(place, result))
 
     def _finished(self, state: StreamState, leading: tuple) -> Any:
         return _finished(self._transform, tuple(leading), state, self.weighted)

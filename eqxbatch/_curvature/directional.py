@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 from .._base.checks import check_at_least, check_callable, check_types
 from .._base.jaxprs import varying
 from .._base.mesh import spec_of, sum_except, vary_as
+from .._base.narrow import wide
 from .._base.trees import safe_zip, shown
 from .._batch.derivative import like_parameters, Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -49,7 +50,7 @@ class AbstractProduct(AbstractSecondOrder):
         def products(rows: list, weights: Array | None) -> list[Array]:
             leaves, every = curvature.leaves, [*range(len(tangents))]
             pairs = safe_zip(leaves, tangents)
-            local = [vary_as([x], tangent) for x, tangent in pairs]
+            local = [vary_as([x], wide(tangent)) for x, tangent in pairs]
             products = curvature.products(rows, weights, curvature.axes, True)
             return products(leaves, every, every)(local)
 

@@ -41,6 +41,7 @@ from .._base.dtypes import (
 )
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
+from .._base.narrow import is_narrow_dtype
 from .._base.platforms import exact_products, in_turn, platform, products_of
 from .._base.trees import described, safe_zip
 from .._batch.accumulators import is_summary, VarianceState
@@ -99,12 +100,30 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
             return call(rows)
 
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
+    if any(is_narrow_dtype(x.dtype) for x in jtu.tree_leaves(loss.parameters)):
+        value_and_grad = _unrounded(of_rows)
 
     def gradients(rows: list, *_: Any) -> Results:
         (value, aux), gradient = value_and_grad(loss.parameters, rows)
         return {"value": value, "aux": aux, "gradient": gradient}, {}
 
     return gradients
+
+
+def _unrounded(fun: Callable[[PyTree, list], tuple[Array, PyTree]]) -> Callable:
+    """Values and gradients as of Equinox, in float32 for parameters in float8."""
+
+    def value_and_grad(diff: PyTree, rows: list) -> tuple[tuple[Array, PyTree], PyTree]:
+        whole = TracedFunction(fun, diff, rows)
+
+        def value(leaves: list) -> tuple[Array, list]:
+            outs = whole.one(leaves, rows)
+            return outs[0], outs
+
+        leaves, outs = jax.grad(value, has_aux=True)(whole.leaves)
+        return whole.output(outs), whole.tree(leaves)
+
+    return value_and_grad
 
 
 def _outputs(example: TracedFunction, arrays: list) -> dict[str, PyTree]:
@@ -233,12 +252,12 @@ def materialised_gradients(
 
         leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
         gradient = example.tree(leaves)
+        given = example.cast(leaves)
         results = {
-            name: _called(name, function, gradient)
-            for name, function in functions.items()
+            name: _called(name, function, given) for name, function in functions.items()
         }
         if transform is not None:
-            gradient = _called("transform", transform, gradient)
+            gradient = _called("transform", transform, given)
         return {**results, "gradient": gradient, "outs": outs}
 
     def gradients(rows: list, _: Array | None, bounds: list) -> Results:

@@ -33,6 +33,7 @@ from .._base.platforms import (
     in_opaque_branch,
     with_mirror_image,
 )
+from .._base.refs import without_refs
 from .._base.trees import safe_zip, shown
 from .._batch.batch import (
     available_bytes,
@@ -451,7 +452,7 @@ class AbstractBlockKernel(eqx.Module):
         """The jaxpr of a tile, as a function of the examples."""
         # Not of the method, whose arrays would be arguments of the program.
         tile = lambda first, second: self.tile(first, second)
-        return eqx.filter_make_jaxpr(tile)(first, second)[0]
+        return without_refs(eqx.filter_make_jaxpr(tile)(first, second)[0])
 
     @property
     def is_same(self) -> bool:

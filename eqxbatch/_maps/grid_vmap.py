@@ -22,9 +22,17 @@ from .._base.checks import (
     NUMBERS,
 )
 from .._base.mesh import spec_of
+from .._base.refs import is_ref
 from .._base.trees import described, safe_zip
 from .._batch.accumulators import Concat
-from .._batch.batch import as_block_size, leaf_name, positional_names, Size, split_axes
+from .._batch.batch import (
+    as_block_size,
+    leaf_name,
+    no_ref,
+    positional_names,
+    Size,
+    split_axes,
+)
 from .._batch.loop import canonicalise, is_accumulator
 from .._batch.transform import AbstractSharded, also_decorator, Out, P, run_compiled
 from .micro_vmap import check_no_axis, MicroVmap
@@ -293,10 +301,12 @@ class GridVmap(AbstractGridVmap[P, Out]):
                     f"and None; got {described(axes)}."
                 )
             for sub, leaf in jtu.tree_leaves_with_path(part):
+                name = leaf_name((*path, *sub), names)
+                if is_ref(leaf) and axes is not None:
+                    raise ValueError(no_ref(name))
                 if axes is None or not eqx.is_array(leaf):
                     places.append({})
                     continue
-                name = leaf_name((*path, *sub), names)
                 if not is_named:
                     raise ValueError(
                         f"`in_axes` does not say where {name}, an array, lies on the "

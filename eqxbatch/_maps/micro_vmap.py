@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from .._base.checks import check_at_least, is_none
 from .._base.jaxprs import array_structs, is_struct, run_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
+from .._base.refs import without_refs
 from .._base.trees import safe_zip
 from .._batch.accumulators import (
     AbstractTotal,
@@ -49,6 +50,7 @@ from .._batch.loop import (
 )
 from .._batch.padding import Padding
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
+from .in_place import has_ref, run_in_place
 
 
 _IF_WHOLE = "Give the function of one example, or use `filter_microbatch`."
@@ -119,8 +121,11 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
     **Returns:**
 
     A function with the arguments of `fun`, where each mapped argument has an additional
-    batch axis. Outputs that are not arrays must be the same for all microbatches. If
-    the batch is empty, `fun` is traced but not run.
+    batch axis. A `jax.Ref` can be one, as for `jax.vmap`: `fun` gets one for each row,
+    and what it writes is written to the row. Outputs that are not arrays must be the
+    same for all microbatches; they stay what `fun` returned for one example. Only
+    sparse arrays (`BCOO`, `BCSR`) get the shape of the batch, as by `jax.vmap`. If the
+    batch is empty, `fun` is traced but not run.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
@@ -130,9 +135,11 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
     **Raises:**
 
     - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
-        mapped argument, an accumulator that does not fit the output, non-array outputs
-        that differ between microbatches, and a `num_real_microbatches` that is negative
-        or larger than the number of microbatches.
+        mapped argument, an accumulator that does not fit the output (no reduction fits
+        a sparse array), non-array outputs that differ between microbatches, a
+        `num_real_microbatches` that is negative or larger than the number of
+        microbatches or comes with a mapped `jax.Ref`, and a function that writes to a
+        `jax.Ref` that is not mapped.
     - `TypeError` for a size that is not an int, and for a mean of integers.
     - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
         of this range.
@@ -178,6 +185,8 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
     accumulator: PyTree = Concat()
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if has_ref(args, kwargs):
+            return run_in_place(self, args, kwargs)
         return run_compiled(self, *args, **kwargs)
 
     def __check_init__(self) -> None:
@@ -323,6 +332,7 @@ def _of_one(
     pairs = safe_zip(rows, axes)
     row = [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
     closed, structs = jax.make_jaxpr(one, return_shape=True)(row)
+    closed = without_refs(closed)
     treedef = jtu.tree_structure(structs)
 
     def run(row: list) -> tuple[list, list]:

@@ -33,6 +33,7 @@ from .._base.dtypes import (
 from .._base.jaxprs import TracedFunction
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.modes import Derivative, derivative_of_program, pushed
+from .._base.narrow import is_narrow_dtype, wide
 from .._base.platforms import exact_products, products_of
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.accumulators import check_adds, check_real, Concat, Mean, Sum
@@ -170,7 +171,8 @@ class Residuals:
         # Inside `jax.shard_map`, JAX sums a derivative over devices if its input is the
         # same on all of them. A step uses the examples of its device only.
         arrays = [x for batch in batches for x in batch.arrays]
-        self.leaves = vary_as(arrays, leaves)
+        self._given = vary_as(arrays, leaves)
+        self.leaves = [*map(wide, self._given)]
         self.rows = [Rows(x.arrays, x.axes, x.total()) for x in batches]
         self._one_mode = [self._traced(term, i) for i, term in enumerate(terms)]
         self._derivatives: list[Derivative] = [
@@ -221,7 +223,7 @@ class Residuals:
 
     def _traced(self, fun: Callable, number: int) -> TracedFunction:
         rows, of_row = self.rows[number], lambda leaves, row: fun(leaves, *row)
-        return TracedFunction(of_row, self.leaves, rows.arrays, rows.axes)
+        return TracedFunction(of_row, self._given, rows.arrays, rows.axes)
 
     def _with(
         self, number: int, derivative: Derivative, program: TracedFunction
@@ -230,6 +232,11 @@ class Residuals:
         if self._derivatives[number] != derivative:
             return program
         return with_both_modes(program, derivative)
+
+    @property
+    def are_narrow(self) -> bool:
+        """Whether parameters have fewer than 16 bits."""
+        return any(is_narrow_dtype(x.dtype) for x in self._given)
 
     @property
     def num(self) -> int:
@@ -887,9 +894,12 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         """The Gauss-Newton matrix of real parameters."""
         total: Any = 0
         # The matrix has the dtype of its parameters.
-        wide = jtu.tree_map(widened, as_real(residuals.leaves))
+        parameters = jtu.tree_map(widened, as_real(residuals.leaves))
         dtypes = tuple(x.dtype for x in residuals.leaves)
-        terms = residuals.centred_terms
+        terms: Sequence[Callable] = residuals.centred_terms
+        if residuals.are_narrow:
+            # To cast them to their own dtype would round their derivatives to it.
+            terms = [_first_of(program) for program in residuals.centred_programs]
         for term, rows, weights in safe_zip(terms, residuals.rows, residuals.weights):
             if rows.total == 0:
                 continue
@@ -904,7 +914,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
                 # Products add up examples before they subtract the mean.
                 method="sites" if residuals.centre else "auto",
             )
-            of_term, _ = matrix(wide, *rows.arrays)
+            of_term, _ = matrix(parameters, *rows.arrays)
             total = total + of_term.astype(residuals.dtype)
         return total
 
@@ -1032,12 +1042,17 @@ class _OfReal(eqx.Module):
     - `dtypes`: the dtypes in which the term takes its parameters.
     """
 
-    term: ResidualTerm
+    term: Callable
     dtypes: tuple = eqx.field(static=True)
 
     def __call__(self, leaves: PyTree, *rows: Array) -> Float[Array, " entries"]:
         pairs = safe_zip(as_complex(leaves), self.dtypes)
         return self.term([x.astype(dtype) for x, dtype in pairs], *rows)
+
+
+def _first_of(program: TracedFunction) -> Callable:
+    """The first output of a program of one example."""
+    return lambda leaves, *row: program.one(leaves, row)[0]
 
 
 def _half_of_squares(out: Array, *rows: Array) -> Array:

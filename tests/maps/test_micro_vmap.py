@@ -11,6 +11,7 @@ from jax.experimental import sparse
 
 from eqxbatch import (
     Concat,
+    filter_grid_vmap,
     filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
@@ -18,6 +19,7 @@ from eqxbatch import (
     LogSumExp,
     Max,
     Mean,
+    over_batches,
     Sum,
     Variance,
 )
@@ -524,3 +526,47 @@ def test_batches_of_sparse_arrays(kind):
     )(w, x)
     expected = np.einsum("nij,nik,k->j", dense, dense, np.arange(3)) * 2 / 7
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", spread((sparse.BCOO, sparse.BCSR), 1))
+def test_results_are_sparse_arrays_of_the_batch(kind):
+    dense = np.random.default_rng(0).integers(-2, 3, (7, 4, 3)).astype(np.float32)
+    x = jax.device_put(dense)
+    one = functools.partial(kind.fromdense, nse=12)
+
+    def check(result, expected=dense):
+        assert result.shape == expected.shape
+        todense = jax.jit(lambda x: x.todense())
+        np.testing.assert_array_equal(todense(result), expected)
+
+    for size in (3, None):
+        check(filter_micro_vmap(one, microbatch_size=size)(x))
+    shared = filter_micro_vmap(one, in_axes=None, axis_size=3, out_axes=None)
+    check(shared(x[0]), dense[0])
+    whole = functools.partial(kind.fromdense, nse=12, n_batch=1)
+    check(filter_microbatch(whole, microbatch_size=3, accumulator=Concat())(x))
+    loss = lambda w, x: (jnp.vdot(w, x), one(x))
+    gradient = filter_micro_grad(loss, has_aux=True, microbatch_size=3)
+    check(gradient(x[0], x)[1])
+    check(over_batches(filter_micro_vmap(one), batch_size=4)(dense))
+    pair = lambda x, y: one(jnp.outer(x, y[0]))
+    grid = filter_grid_vmap(pair, in_axes={"x": "i", "y": "j"}, block_size=5)
+    expected = np.einsum("ia,jb->ijab", dense[..., 0], dense[:, 0])
+    check(grid(x[..., 0], x), expected)
+
+
+def test_refuses_sparse_results_whose_arrays_would_be_mixed_up():
+    x = jax.device_put(np.ones((5, 4, 3), np.float32))
+    one = functools.partial(sparse.BCOO.fromdense, nse=12)
+    with pytest.raises(ValueError, match=r"BCOO, cannot be accumulated by Sum: its e"):
+        filter_micro_vmap(one, microbatch_size=2, accumulator=Sum())(x)
+    with pytest.raises(ValueError, match=r"BCOO, cannot be joined along axis -1: ex"):
+        filter_micro_vmap(one, microbatch_size=2, out_axes=-1)(x)
+    # Its indices are those of a row in its microbatch.
+    whole = lambda x: sparse.BCOO.fromdense(x, nse=12 * len(x))
+    with pytest.raises(ValueError, match=r"along axis 0: .* of which it has 0"):
+        filter_microbatch(whole, microbatch_size=2, accumulator=Concat())(x)
+    # Their own batch axis is second, as for `jax.vmap`.
+    rows = functools.partial(sparse.BCOO.fromdense, nse=3, n_batch=1)
+    result = filter_micro_vmap(rows, microbatch_size=2, out_axes=1)(x)
+    assert (result.shape, result.n_batch) == ((4, 5, 3), 2)

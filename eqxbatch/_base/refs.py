@@ -1,0 +1,357 @@
+"""Programs without mutable arrays (`jax.Ref`).
+
+A `Ref` that a function makes for itself is a value that changes: the program without it
+passes that value from one equation to the next. JAX does the same when it compiles, but
+that is too late for derivatives: through a `jax.lax.scan`, its derivative of a function
+with a `Ref` is zero (JAX 0.7 to 0.12), and a `jax.custom_jvp` refuses it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array
+
+from .jaxprs import (
+    as_remat,
+    callee,
+    evaluate_with,
+    inner_jaxprs,
+    is_remat,
+    name_of,
+    scan_sizes,
+    source_line,
+)
+from .trees import safe_zip
+
+
+def without_refs(closed: Any) -> Any:
+    """A closed jaxpr that computes the same without any `Ref` of its own.
+
+    A `Ref` from outside is read once, before the program.
+
+    Raises `ValueError` if the program writes to a `Ref` from outside, and for one in a
+    primitive that is not known here, such as a function with a custom derivative.
+    """
+    jaxpr = closed.jaxpr
+    if not _has_refs(jaxpr):
+        return closed
+    outside = {id(x): _Cell(x[...]) for x in closed.consts if is_ref(x)}
+    before = {key: cell.value for key, cell in outside.items()}
+    consts = [outside.get(id(x), x) for x in closed.consts]
+
+    def run(*args: Any) -> list:
+        outs = _evaluate(jaxpr, consts, [*args])
+        if any(cell.value is not before[key] for key, cell in outside.items()):
+            raise ValueError(
+                "The function writes to a `jax.Ref` that was made outside of it, which "
+                "would depend on the order of the examples. Make the `Ref` inside of "
+                "the function, or return what it is to hold."
+            )
+        return outs
+
+    return jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
+
+
+def is_ref(x: Any) -> bool:
+    """Whether this is a mutable array."""
+    # A tracer of one is no instance in JAX 0.7.
+    is_traced = isinstance(x, Tracer)
+    return isinstance(x, jax.Ref) or (is_traced and _is_type_of_ref(jax.typeof(x)))
+
+
+@dataclasses.dataclass
+class _Cell:
+    """The value of a `Ref` while its program is traced."""
+
+    value: Array
+
+
+def _is_type_of_ref(aval: Any) -> bool:
+    return hasattr(aval, "inner_aval")
+
+
+def _has_refs(jaxpr: Any) -> bool:
+    # What reads, writes or makes a `Ref` has an effect. Kernels of Pallas have none.
+    return bool(jaxpr.effects) and any(map(_uses_refs, jaxpr.eqns))
+
+
+def _uses_refs(eqn: Any) -> bool:
+    if not eqn.effects:
+        return False
+    if any(_is_type_of_ref(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
+        return True
+    return any(map(_has_refs, inner_jaxprs(eqn)))
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: list) -> list:
+    """Evaluates a jaxpr with a cell for each `Ref`."""
+
+    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
+        return functools.partial(_rule(eqn), eqn) if _uses_refs(eqn) else None
+
+    return evaluate_with(jaxpr, [*consts], args, replace)
+
+
+def _rule(eqn: Any) -> Callable[[Any, list], list]:
+    """How an equation that uses a `Ref` is evaluated."""
+    rule = _RULES.get(name_of(eqn))
+    if rule is None and callee(eqn) is not None:
+        rule = _call
+    if rule is None:
+        place = source_line(eqn)
+        raise ValueError(
+            f"A `jax.Ref` is used in `{name_of(eqn)}`{place and f' ({place})'}, where "
+            "its derivatives are not known. Use it outside of this, or compute with "
+            "arrays in place of it, such as `x.at[i].set(y)`."
+        )
+    return rule
+
+
+def _new_ref(_: Any, ins: list) -> list:
+    return [_Cell(ins[0])]
+
+
+def _empty_ref(eqn: Any, _: list) -> list:
+    aval = eqn.outvars[0].aval
+    return [_Cell(jnp.zeros(aval.shape, aval.dtype))]
+
+
+def _freeze(_: Any, ins: list) -> list:
+    return [ins[0].value]
+
+
+def _free(_: Any, __: list) -> list:
+    return []
+
+
+def _get(eqn: Any, ins: list) -> list:
+    cell, *indices = ins
+    return [_read(cell.value, _places(eqn, indices))]
+
+
+def _swap(eqn: Any, ins: list) -> list:
+    cell, value, *indices = ins
+    places = _places(eqn, indices)
+    before = _read(cell.value, places)
+    cell.value = _written(cell.value, places, value, adds=False)
+    return [before]
+
+
+def _add(eqn: Any, ins: list) -> list:
+    cell, value, *indices = ins
+    cell.value = _written(cell.value, _places(eqn, indices), value, adds=True)
+    return []
+
+
+class _Inputs:
+    """The inputs of an equation, of which some are cells."""
+
+    def __init__(self, ins: list):
+        self._ins = ins
+        self.cells = [*{id(x): x for x in ins if isinstance(x, _Cell)}.values()]
+
+    @property
+    def values(self) -> list:
+        return [cell.value for cell in self.cells]
+
+    def run(self, closed: Any, values: list, ins: list | None = None) -> tuple:
+        """The values in the cells after a program, and its outputs.
+
+        It begins with other `values` in cells of its own. `ins` replace the inputs.
+        """
+        cells = [*map(_Cell, values)]
+        new = {id(cell): one for cell, one in safe_zip(self.cells, cells)}
+        args = [new.get(id(x), x) for x in (self._ins if ins is None else ins)]
+        outs = _evaluate(closed.jaxpr, closed.consts, args)
+        return [cell.value for cell in cells], outs
+
+    def write(self, values: list) -> None:
+        for cell, value in safe_zip(self.cells, values):
+            cell.value = value
+
+
+def _call(eqn: Any, ins: list) -> list:
+    closed = callee(eqn)
+    if not is_remat(eqn):
+        return _evaluate(closed.jaxpr, closed.consts, ins)
+    inputs = _Inputs(ins)
+    flat = [x.value if isinstance(x, _Cell) else x for x in ins]
+
+    def run(*flat: Any) -> tuple:
+        # The same cell can be several inputs, which have the same value.
+        begun = {id(x): value for x, value in safe_zip(ins, flat)}
+        args = [x if isinstance(x, _Cell) else y for x, y in safe_zip(ins, flat)]
+        return inputs.run(closed, [begun[id(cell)] for cell in inputs.cells], args)
+
+    values, outs = as_remat(eqn, run)(*flat)
+    inputs.write(values)
+    return outs
+
+
+def _cond(eqn: Any, ins: list) -> list:
+    index, *operands = ins
+    inputs = _Inputs(operands)
+    branches = [functools.partial(inputs.run, x) for x in eqn.params["branches"]]
+    values, outs = lax.switch(index, branches, inputs.values)
+    inputs.write(values)
+    return outs
+
+
+def _scan(eqn: Any, ins: list) -> list:
+    first, num = scan_sizes(eqn)
+    consts, carry, xs = ins[:first], ins[first : first + num], ins[first + num :]
+    inputs, closed = _Inputs(consts), eqn.params["jaxpr"]
+
+    def step(state: tuple, xs: list) -> tuple:
+        values, carry = state
+        values, outs = inputs.run(closed, values, [*consts, *carry, *xs])
+        return (values, outs[:num]), outs[num:]
+
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    (values, carry), ys = lax.scan(step, (inputs.values, carry), xs, **options)
+    inputs.write(values)
+    return [*carry, *ys]
+
+
+def _while(eqn: Any, ins: list) -> list:
+    params = eqn.params
+    num, more = params["cond_nconsts"], params["body_nconsts"]
+    of_test, of_body, carry = ins[:num], ins[num : num + more], ins[num + more :]
+    inputs = _Inputs([*of_test, *of_body])
+
+    def test(state: tuple) -> Array:
+        values, carry = state
+        _, (is_on,) = inputs.run(params["cond_jaxpr"], values, [*of_test, *carry])
+        return is_on
+
+    def body(state: tuple) -> tuple:
+        values, carry = state
+        return inputs.run(params["body_jaxpr"], values, [*of_body, *carry])
+
+    values, outs = lax.while_loop(test, body, (inputs.values, carry))
+    inputs.write(values)
+    return outs
+
+
+_RULES: dict[str, Callable[[Any, list], list]] = {
+    "addupdate": _add,
+    "cond": _cond,
+    "empty_ref": _empty_ref,
+    "free_ref": _free,
+    "freeze": _freeze,
+    "get": _get,
+    "new_ref": _new_ref,
+    "scan": _scan,
+    "swap": _swap,
+    "while": _while,
+}
+
+
+@dataclasses.dataclass
+class _Place:
+    """The entries of an array that an equation reads or writes.
+
+    `starts`, `sizes` and `strides` cut a part out of it. If there is an `index`, it
+    takes entries of this part; otherwise, the part has `shape` without axes of one
+    entry.
+    """
+
+    starts: list
+    sizes: list[int]
+    strides: list[int]
+    index: tuple | None
+    shape: tuple[int, ...]
+
+    @property
+    def is_known(self) -> bool:
+        return all(isinstance(start, int) for start in self.starts)
+
+    def part(self, x: Array) -> Array:
+        if (*self.sizes,) == x.shape:
+            return x
+        if not self.is_known:
+            return lax.dynamic_slice(x, self.starts, self.sizes)
+        sides = safe_zip(self.starts, self.sizes, self.strides)
+        limits = [start + max(size - 1, 0) * step + 1 for start, size, step in sides]
+        pairs = safe_zip(limits, x.shape)
+        limits = [min(limit, size) for limit, size in pairs]
+        return lax.slice(x, self.starts, limits, self.strides)
+
+    def with_part(self, x: Array, part: Array) -> Array:
+        if (*self.sizes,) == x.shape:
+            return part
+        if {*self.strides} <= {1}:
+            return lax.dynamic_update_slice(x, part, self.starts)
+        sides = safe_zip(self.starts, self.sizes, self.strides)
+        where = [start + jnp.arange(size) * step for start, size, step in sides]
+        return x.at[jnp.ix_(*where)].set(part)
+
+
+def _places(eqn: Any, indices: list) -> list[_Place]:
+    """The places of an equation, each in the one before."""
+    places = []
+    for indexer in jtu.tree_unflatten(eqn.params["tree"], indices):
+        place = _place(indexer) if type(indexer).__name__ == "NDIndexer" else None
+        if place is None:
+            raise ValueError(
+                f"A `jax.Ref` is indexed by {indexer}, which is unknown here. Index it "
+                "by integers, integer arrays and slices."
+            )
+        places.append(place)
+    return places
+
+
+def _place(indexer: Any) -> _Place | None:
+    starts, sizes, strides, index, shape = [], [], [], [], []
+    has_arrays = indexer.int_indexer_shape != ()
+    for i, size in safe_zip(indexer.indices, indexer.shape):
+        is_slice = hasattr(i, "stride")
+        index.append(slice(None) if is_slice else i)
+        if is_slice:
+            starts.append(i.start)
+            sizes.append(i.size)
+            strides.append(i.stride)
+            shape.append(i.size)
+        else:
+            starts.append(0 if has_arrays else i)
+            sizes.append(size if has_arrays else 1)
+            strides.append(1)
+    if not all(isinstance(x, int) for x in (*sizes, *strides)):
+        return None
+    if not all(isinstance(start, int) for start in starts):
+        if {*strides} > {1}:
+            return None
+        starts = [jnp.asarray(start, jnp.int32) for start in starts]
+    return _Place(starts, sizes, strides, (*index,) if has_arrays else None, (*shape,))
+
+
+def _read(x: Array, places: list[_Place]) -> Array:
+    for place in places:
+        part = place.part(x)
+        x = part.reshape(place.shape) if place.index is None else part[place.index]
+    return x
+
+
+def _written(x: Array, places: list[_Place], value: Array, *, adds: bool) -> Array:
+    """`x` with a value in, or added to, the innermost of some places."""
+    if not places:
+        return x + value if adds else value
+    place, *inner = places
+    part = place.part(x)
+    if place.index is None:
+        new = _written(part.reshape(place.shape), inner, value, adds=adds)
+        new = new.reshape(part.shape)
+    elif inner or not adds:
+        new = _written(part[place.index], inner, value, adds=adds)
+        new = part.at[place.index].set(new)
+    else:
+        # The same entry can be in it several times.
+        new = part.at[place.index].add(value)
+    return place.with_part(x, new)
