@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int, PyTree, Shaped
 from .._base.checks import check_types, match_prefix
 from .._base.jaxprs import constants
 from .._base.mesh import is_explicit, on_mesh_around, replicated, with_type_of
-from .._base.platforms import materialised
+from .._base.platforms import materialised, num_bytes
 from .._base.trees import safe_zip, shown
 from .._batch.batch import Block
 from .._batch.loop import Rows, types_of
@@ -193,12 +193,15 @@ class Tiles:
         is_diagonal: bool,
         kept: Sequence[Rows | None] = (None, None),
         begin: Any = 0,
+        *,
+        recomputes: bool = True,
     ) -> list[Array]:
         """The arrays of a tile, by the indices of its blocks.
 
         For a tile on the diagonal, rows and columns are the same block. `kept` has the
         factors that are available already: of a block of this tile, or of more examples
-        from index `begin`.
+        from index `begin`. Reverse mode `recomputes` tiles instead of storing what
+        their derivative needs.
         """
         sides: list[Rows] = []
         for side, of_side in enumerate(kept):
@@ -220,9 +223,10 @@ class Tiles:
             always = jnp.asarray(places[0]) >= 0
             return self.kernel.block(first, None if is_diagonal else second, always)
 
+        if recomputes:
+            run = jax.checkpoint(run, prevent_cse=False)
         with jax.named_scope("tile"):
-            # Reverse mode recomputes tiles instead of storing them.
-            tile = jax.checkpoint(run, prevent_cse=False)(sides, places)
+            tile = run(sides, places)
             if self.grid.is_symmetric and is_diagonal:
                 return self.kernel.symmetrised(tile)
             return tile
@@ -237,8 +241,31 @@ class Tiles:
         counts: Any = None,
     ) -> list[PyTree[Array]]:
         """The states after a tile, with arguments as for `tile` and `update`."""
-        tile = self.tile(pair, is_diagonal, kept, begin)
-        return self.update(states, tile, pair, is_diagonal, counts)
+        recomputes = self._recomputes_updates(states)
+
+        def run(states: list, pair: Array, kept: Any, begin: Any, counts: Any) -> list:
+            tile = self.tile(pair, is_diagonal, kept, begin, recomputes=not recomputes)
+            return self.update(states, tile, pair, is_diagonal, counts)
+
+        if recomputes:
+            run = jax.checkpoint(run, prevent_cse=False)
+        return run(states, pair, kept, begin, counts)
+
+    def _recomputes_updates(self, states: list[PyTree[Array]]) -> bool:
+        """Whether reverse mode recomputes a tile together with the update by it.
+
+        What the derivative of a reduction needs of all tiles is as large as the kernel.
+        If it is recomputed, the states before all tiles are stored, unless they are
+        sums; small ones take at most a quarter of the kernel.
+        """
+        return all(
+            x.reduction is not None
+            and (
+                x.reduction.is_sum
+                or 4 * num_bytes(state) <= num_bytes(x.leaf.struct(self.grid.sizes))
+            )
+            for x, state in safe_zip(self.collectors, states)
+        )
 
     def update(
         self,

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -74,9 +74,11 @@ class AbstractMatrix(eqx.Module):
 
 
 class _OfTranspose(AbstractReduction):
-    """A reduction of the transpose of a kernel with two axes."""
+    """The product of the transpose of a kernel with two axes."""
 
-    reduction: AbstractReduction
+    is_sum: ClassVar[bool] = True
+
+    reduction: KernelProduct
 
     @property
     def neutral(self) -> float:
@@ -141,8 +143,8 @@ class ComputedMatrix(AbstractMatrix):
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
             return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
-        reduce: AbstractReduction = KernelProduct(vectors)
-        reduce = _OfTranspose(reduce) if is_transposed else reduce
+        product = KernelProduct(vectors)
+        reduce = _OfTranspose(product) if is_transposed else product
         return computed(known(self.call), self.mesh_axis, reduce)
 
     def whole(self) -> Array:

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -42,6 +42,10 @@ class AbstractReduction(eqx.Module, Generic[_State]):
     Each entry of the kernel counts once. If the last block overlaps with the previous
     one, entries that were already seen are set to `neutral`.
 
+    Reverse mode recomputes blocks and updates, unless that takes more memory: for an
+    update whose derivative depends on the state, all states are stored. Set the class
+    attribute `is_sum` to True if updates only add to the state.
+
     !!! example
 
         The largest entry of each column:
@@ -71,6 +75,9 @@ class AbstractReduction(eqx.Module, Generic[_State]):
 
         ```
     """
+
+    # Whether updates only add to the state, so that their derivative needs no state.
+    is_sum: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -155,6 +162,8 @@ class KernelProduct(AbstractReduction[Total]):
 
         ```
     """
+
+    is_sum: ClassVar[bool] = True
 
     vectors: Shaped[Array, " n2"] | Shaped[Array, "n2 k"] = eqx.field(converter=as_jax)
 

@@ -14,7 +14,7 @@ from eqxbatch import (
     KernelProduct,
     TopK,
 )
-from ..helpers import assert_same, make_mesh, normal, variants
+from ..helpers import assert_same, make_mesh, memory, normal, variants
 from .kernel_functions import lopsided, rbf
 
 
@@ -350,3 +350,54 @@ def test_the_largest_of_no_rows(columns):
         assert found.values.shape == found.indices.shape == (0, 2)
         with pytest.raises(ValueError, match="number of entries of a row, 0; got 2"):
             kernel(jnp.zeros((4, 3)), jnp.zeros((0, 3)))
+
+
+def _loss(reduce, n, symmetric=True):
+    """Of vectors and of a number of the kernel."""
+
+    def loss(vectors, scale):
+        x = jnp.stack([jnp.linspace(0.0, 3.0, n), jnp.linspace(0.0, 1.0, n) ** 2], 1)
+        kernel = filter_batch_kernel(
+            rbf, block_size=64, symmetric=symmetric, reduce=reduce(vectors)
+        )
+        return jnp.sum(kernel(x, scale=scale) ** 2)
+
+    return loss
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    ("reduce", "argnums"),
+    variants(
+        (
+            (KernelProduct, (0,)),
+            (KernelProduct, (0, 1)),
+            (lambda _: FrobeniusNorm(), (1,)),
+            (lambda v: KernelAlignment(v[:, 0]), (1,)),
+        ),
+        (KernelProduct, (0,)),
+    ),
+)
+def test_gradients_do_not_keep_the_kernel(reduce, argnums):
+    """Blocks and their products are computed again in the backward pass."""
+    sizes = []
+    for n in (256, 1024):
+        gradient = jax.grad(_loss(reduce, n), argnums)
+        sizes.append(
+            memory(gradient, jnp.ones((n, 2)), jnp.ones(())).temp_size_in_bytes
+        )
+    # 16 times the blocks, each of 16 kB.
+    assert sizes[1] < 4 * sizes[0]
+    assert sizes[1] < 1024**2 * 4 / 10
+
+
+def test_second_derivatives_of_products(getkey):
+    n, scale = 70, jnp.asarray(0.7)
+    v = normal(getkey(), (n, 2))
+    x = jnp.stack([jnp.linspace(0.0, 3.0, n), jnp.linspace(0.0, 1.0, n) ** 2], 1)
+    dense = lambda v, scale: jnp.sum((rbf(x, scale=scale) @ v) ** 2)
+    derivatives = jax.jit(
+        lambda of: jax.jvp(jax.value_and_grad(of, (0, 1)), (v, scale), (v, scale)),
+        static_argnums=0,
+    )
+    assert_same(derivatives(_loss(KernelProduct, n)), derivatives(dense), tol=1e-4)
