@@ -62,16 +62,28 @@ from .kernel import (
 )
 
 
-def check_concrete(call: PyTree, what: str) -> None:
+_ON_DEVICE = "use `store='device'` without `progress` and `tol`, and examples in memory"
+
+
+def check_concrete(call: PyTree, what: str, instead: str = _ON_DEVICE) -> None:
     """Raises `TypeError` if a call is being transformed."""
     # Within `jax.jit`, new arrays are traced, too.
     if any(isinstance(x, Tracer) for x in [*jtu.tree_leaves(call), jnp.zeros(())]):
         raise TypeError(
             f"A kernel with {what} runs a loop in Python, and cannot be within "
-            "`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
-            "or use `store='device'` without `progress` and `tol`, and examples in "
-            "memory."
+            f"`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
+            f"or {instead}."
         )
+
+
+def check_solve(call: PyTree) -> None:
+    """Raises `TypeError` if a system is being transformed, or the numbers of it are."""
+    check_concrete(
+        call,
+        "`kernel_solve`",
+        "solve with a `KernelOperator` and `lineax.linear_solve`, which can be "
+        "differentiated: see the documentation on operators and solves",
+    )
 
 
 class _Blocks:

@@ -38,7 +38,7 @@ from .kernel import (
     Sizes,
     TileMirror,
 )
-from .on_host import SymmetricArray
+from .on_host import check_solve, SymmetricArray
 from .reductions import AbstractReduction, KernelProduct
 
 
@@ -142,7 +142,9 @@ class ComputedMatrix(AbstractMatrix):
 
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
-            return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
+            product = _product(self, jnp.asarray(vectors), is_transposed)
+            check_solve(product)  # A kernel function may close over traced arrays.
+            return np.asarray(product)
         product = KernelProduct(vectors)
         reduce = _OfTranspose(product) if is_transposed else product
         return computed(known(self.call), self.mesh_axis, reduce)
