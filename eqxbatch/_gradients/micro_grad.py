@@ -21,6 +21,7 @@ from .._base.checks import (
     check_equal,
     check_exclusive,
     check_types,
+    warn_user,
 )
 from .._base.dtypes import widened, widest
 from .._base.jaxprs import array_structs, is_struct, varying
@@ -277,7 +278,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         a fixed divisor, which random batch sizes need, pass
         `accumulator=Sum(weights=mask / divisor)` and `weight=1 / divisor`.
 
-        Raises `ValueError` without bounds on the whole gradient, for a
+        Warns without `nan_safe=True`: the share of an example whose gradient is not
+        finite then has no bound. Raises `ValueError` without bounds on the whole gradient, for a
         [`eqxbatch.Mean`][], whose divisor depends on the examples, and for weights
         without `weight`.
         """
@@ -300,6 +302,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             raise ValueError(
                 "`weight` must be the largest weight that an example can have, because "
                 "those of this batch may all be smaller; got None."
+            )
+        if not self.nan_safe:
+            warn_user(
+                "`sensitivity` is no bound for an example whose gradient is not "
+                "finite, which makes the whole sum NaN and so shows that the example "
+                "is there. Pass `nan_safe=True`, by which such an example counts as "
+                "zero."
             )
         squares = (jnp.max(jnp.asarray(bound)) ** 2 for bound in bounds)
         return jnp.sqrt(sum(squares, jnp.zeros(()))) * (1 if weight is None else weight)
