@@ -58,6 +58,41 @@ def are_parameters(
 _OTHER = object()
 
 
+def check_no_numbers(
+    model: PyTree, where: Callable | None, filter_spec: PyTree, name: str = "`model`"
+) -> None:
+    """Raises `ValueError` for Python numbers in the place of parameters.
+
+    Without it, matrices would lack their rows and columns. Numbers in a module are its
+    settings, and those in a partial function are its arguments.
+    """
+    leaves, _ = jtu.tree_flatten_with_path(model)
+    holds = lambda x: isinstance(x, (eqx.Module, functools.partial))
+    paths = {path for path, _ in jtu.tree_leaves_with_path(model, is_leaf=holds)}
+    suspects = [
+        i
+        for i, (path, x) in enumerate(leaves)
+        if path in paths
+        and isinstance(x, (float, complex))
+        and not eqx.is_inexact_array(x)
+    ]
+    if not suspects:
+        return
+    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    picked = range(len(leaves)) if where is None else _numbers(model, where)
+    for i in suspects:
+        # The default does not say that the number is left out on purpose.
+        is_default = filter_spec is eqx.is_inexact_array
+        if i in picked and (is_default or selected[i] is not _OTHER):
+            path, x = leaves[i]
+            raise ValueError(
+                f"{name} has the Python number {x!r} at {jtu.keystr(path)}, which is a "
+                "constant, as in Equinox: rows and columns for it would be missing. "
+                "Make it an array, with `jax.numpy.asarray`; or leave it out by "
+                "`where`, or by `filter_spec` with False there."
+            )
+
+
 class _Number:
     """Stands for a leaf of a model while `where` picks parts of it."""
 
@@ -386,9 +421,11 @@ class AbstractDerivative(AbstractTransform):
     - `holomorphic`: whether it is a holomorphic function of complex arrays; None if the
         transform has no such setting.
     - `allows_complex`: whether complex parameters need no `holomorphic`.
+    - `has_gaps`: whether the result has a visible None for leaves that are no arrays.
     """
 
     allows_complex: ClassVar[bool] = False
+    has_gaps: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
@@ -422,7 +459,8 @@ class AbstractDerivative(AbstractTransform):
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """The differentiated part of the first argument, and the rest of it.
 
-        Raises `TypeError` for dtypes that do not fit `holomorphic`.
+        Raises `TypeError` for dtypes that do not fit `holomorphic`, and `ValueError`
+        for Python numbers that a matrix would leave out.
         """
         if not args:
             raise ValueError(
@@ -434,6 +472,8 @@ class AbstractDerivative(AbstractTransform):
             first = jnp.asarray(first)  # A number counts as a scalar array.
         name = "The first argument, which the derivative is with respect to,"
         chosen = are_parameters(first, self.where, self.filter_spec, name)
+        if not self.has_gaps:
+            check_no_numbers(first, self.where, self.filter_spec, name)
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)

@@ -122,6 +122,7 @@ class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model
     fun: Callable[Concatenate[Model, P], Any]
     holomorphic: ClassVar[None] = None
     allows_complex: ClassVar[bool] = True
+    has_gaps: ClassVar[bool] = True
     _: dataclasses.KW_ONLY
     in_axes: PyTree = eqx.if_array(0)
     batched: bool = False
@@ -279,9 +280,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         `accumulator=Sum(weights=mask / divisor)` and `weight=1 / divisor`.
 
         Warns without `nan_safe=True`: the share of an example whose gradient is not
-        finite then has no bound. Raises `ValueError` without bounds on the whole gradient, for a
-        [`eqxbatch.Mean`][], whose divisor depends on the examples, and for weights
-        without `weight`.
+        finite then has no bound. Raises `ValueError` without bounds on the whole
+        gradient, for a [`eqxbatch.Mean`][], whose divisor depends on the examples, and
+        for weights without `weight`.
         """
         diff, _ = self.parameters((model,), {})
         groups = clipping_groups(self.clip_norm, None, None, False, diff)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import (
+    filter_jacobian,
     filter_micro_grad,
     filter_micro_value_and_grad,
     Mean,
@@ -253,3 +254,25 @@ def test_one_step_of_an_optimiser(getkey):
     trained = eqx.apply_updates(model, updates)
     np.testing.assert_array_equal(trained.linear.weight, model.linear.weight)
     assert not np.array_equal(trained.linear.bias, model.linear.bias)
+
+
+def test_numbers_of_python_in_place_of_parameters():
+    """A matrix without their rows looks like that of fewer parameters."""
+    p = {"a": jnp.arange(2.0), "b": 0.5, "dropout": eqx.nn.Dropout(0.5), "power": 2}
+    fun = lambda p: p["a"] ** p["power"] + p["b"]
+    match = r"Python number 0.5 at \['b'\].*`jax.numpy.asarray`.* by `where`"
+    mask = {**jax.tree.map(lambda _: False, p), "a": True}
+    for settings in ({}, {"where": lambda p: (p["a"], p["b"])}):
+        with pytest.raises(ValueError, match=match):
+            filter_jacobian(fun, flat=True, **settings)(p)
+    with pytest.raises(ValueError, match=match):
+        filter_jacobian(fun, filter_spec={**mask, "b": True})(p)
+    # Left out on purpose; settings of modules and integers are no parameters.
+    for settings in ({"where": lambda p: p["a"]}, {"filter_spec": mask}):
+        matrix, _ = filter_jacobian(fun, flat=True, **settings)(p)
+        assert matrix.shape == (2, 2)
+    matrix, _ = filter_jacobian(fun, flat=True)({**p, "b": jnp.asarray(0.5)})
+    assert matrix.shape == (2, 3)
+    # In a gradient, there is None in its place.
+    gradient = filter_micro_grad(lambda p, x: jnp.sum(fun(p)) * x)(p, jnp.ones(3))
+    assert gradient["b"] is None
