@@ -23,8 +23,8 @@ from .engine import (
     checked_output,
     KernelOutput,
     MeshAxis,
-    on_device,
     on_mesh,
+    output_on_device,
 )
 from .kernel import (
     AbstractBlockKernel,
@@ -417,7 +417,7 @@ def _on_devices(
         return on_mesh(kernel, reduce, mesh_axis)
     kernel, reduce = on_mesh_of_results(kernel, reduce)
     with within_mesh((kernel, reduce)):
-        return on_device(kernel, reduce)
+        return output_on_device(kernel, reduce)
 
 
 def _sized(

@@ -519,8 +519,12 @@ def run_tiles(
     return _loop(step, states, range(grid.num_panels))
 
 
-def on_device(kernel: AbstractBlockKernel, reduce: PyTree = None) -> KernelOutput:
+def on_device(kernel: AbstractBlockKernel, reduce: PyTree = None) -> PyTree:
     """The output of a kernel function on one device, reduced if requested."""
+    return output_on_device(kernel, reduce).out
+
+
+def output_on_device(kernel: AbstractBlockKernel, reduce: PyTree) -> KernelOutput:
     collectors = make_collectors(kernel, reduce)
     states = run_tiles(kernel, kernel.grid, collectors, *kernel.rows)
     return finalized(kernel, collectors, states)

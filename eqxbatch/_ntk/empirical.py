@@ -102,7 +102,7 @@ def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
         else:
             make = lambda _, pairing=pairing: pairing
             settings = {"symmetric": mirror, "sizes": grid.sizes, "room": room}
-            kernels |= on_device(ModelKernel(make, **settings)).out
+            kernels |= on_device(ModelKernel(make, **settings))
     return model.assembled(kernels)
 
 

@@ -437,7 +437,7 @@ class SampleKernel:
                 (blocks[i, j],) = kernel.block(self._kept[i], second)
         else:
             for pair, kernel in self._kernels.items():
-                blocks[pair] = on_device(kernel).out
+                blocks[pair] = on_device(kernel)
         arranged = {pair: self._arranged(x, *pair) for pair, x in blocks.items()}
         numbers = self._residuals.numbers
         of_pair = lambda i, j: arranged[i, j] if j <= i else arranged[j, i].T

@@ -64,7 +64,11 @@ def test_within_transformations(getkey):
     got = jax.jit(jax.grad(lambda x: jnp.sum(true(x) ** 2)))(x)
     expected = jax.jit(jax.grad(lambda x: jnp.sum(dense(x, x) ** 2)))(x)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-    # A product stays linear in the vector.
+
+
+def test_products_stay_linear_in_the_vector(getkey):
+    x = normal(getkey(), (7, 2))
+    settings = {"block_size": 3, "pairwise": True, "symmetric": True}
     operator = KernelOperator(even, x, **settings)
     transpose = jax.linear_transpose(operator.mv, jnp.ones(7))
     np.testing.assert_allclose(transpose(jnp.ones(7))[0], operator.mv(jnp.ones(7)))
