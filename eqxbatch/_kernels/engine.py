@@ -695,8 +695,8 @@ def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> States:
         if row is None:
             row = 0  # All devices have the same, along a new first axis.
         specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
-    specs = States(specs, PartitionSpec(mesh_axis.name))
-    arrays, flags = on_devices(run, kernel, mesh_axis, specs)
+    of_flags: Any = PartitionSpec(mesh_axis.name)
+    arrays, flags = on_devices(run, kernel, mesh_axis, States(specs, of_flags))
     if flags is not None:
         flags = replicated(flags, mesh_axis.mesh)
     size = -(-grid.totals[0] // num) * num

@@ -408,10 +408,12 @@ def _write(
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
     kernel, grid, leaves = blocks.kernel, blocks.grid, blocks.kernel.leaves
-    num = max(len(team.devices), 1)
+    num, diagonal = max(len(team.devices), 1), grid.diagonal()
+    # A kernel that is not symmetric is found out by the first tile.
+    first = diagonal[:1] if kernel.checks_symmetry else []
     tiles = [
         tile
-        for tile in (*grid.pairs(), *grid.diagonal())
+        for tile in (*first, *grid.pairs(), *diagonal[len(first) :])
         if grid.part_of(tile, team.num) == team.rank
     ]
     wanted = _chunks_of_tiles(leaves, arrays, grid)

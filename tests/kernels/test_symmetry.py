@@ -173,3 +173,19 @@ def test_stored_kernels(dtype, getkey):
             )
     with pytest.raises(ValueError, match="is not true of the stored kernel"):
         KernelOperator(k, symmetric=True).as_matrix()
+
+
+def test_the_first_block_in_a_store_tells(tmp_path, getkey):
+    calls = []
+
+    def kernel(x, y):
+        jax.debug.callback(lambda: calls.append(None))
+        return uneven(x, y)
+
+    settings = {"pairwise": True, "symmetric": True, "store": tmp_path / "kernel"}
+    batched = filter_batch_kernel(kernel, block_size=2, **settings)
+    with pytest.raises(ValueError, match=NOT_TRUE):
+        batched(normal(getkey(), (40, 2)))
+    # Of 210 blocks, each of four entries.
+    jax.effects_barrier()
+    assert len(calls) < 400
