@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
-from .._base.checks import called, check_types, no_arrays_remedy
+from .._base.checks import called, check_types, no_arrays_remedy, warn_user
 from .._base.dtypes import weighted_totals
 from .._base.jaxprs import array_structs, is_struct, TracedFunction
 from .._base.mesh import vary_as
@@ -58,13 +58,13 @@ def are_parameters(
 _OTHER = object()
 
 
-def check_no_numbers(
+def warn_of_numbers(
     model: PyTree, where: Callable | None, filter_spec: PyTree, name: str = "`model`"
 ) -> None:
-    """Raises `ValueError` for Python numbers in the place of parameters.
+    """Warns of Python numbers in the place of parameters.
 
-    Without it, matrices would lack their rows and columns. Numbers in a module are its
-    settings, and those in a partial function are its arguments.
+    Matrices lack their rows and columns, which looks like fewer parameters. Numbers in
+    a module are its settings, and those in a partial function are its arguments.
     """
     leaves, _ = jtu.tree_flatten_with_path(model)
     holds = lambda x: isinstance(x, (eqx.Module, functools.partial))
@@ -80,17 +80,20 @@ def check_no_numbers(
         return
     selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
     picked = range(len(leaves)) if where is None else _numbers(model, where)
-    for i in suspects:
-        # The default does not say that the number is left out on purpose.
-        is_default = filter_spec is eqx.is_inexact_array
-        if i in picked and (is_default or selected[i] is not _OTHER):
-            path, x = leaves[i]
-            raise ValueError(
-                f"{name} has the Python number {x!r} at {jtu.keystr(path)}, which is a "
-                "constant, as in Equinox: rows and columns for it would be missing. "
-                "Make it an array, with `jax.numpy.asarray`; or leave it out by "
-                "`where`, or by `filter_spec` with False there."
-            )
+    # The default does not say that a number is left out on purpose.
+    is_default = filter_spec is eqx.is_inexact_array
+    missing = [
+        f"{leaves[i][1]!r} at {jtu.keystr(leaves[i][0])}"
+        for i in suspects
+        if i in picked and (is_default or selected[i] is not _OTHER)
+    ]
+    if missing:
+        warn_user(
+            f"{name} has Python numbers: {', '.join(missing)}. They are constants, as "
+            "in Equinox, and have no rows or columns in the result. Make arrays of "
+            "them, with `jax.numpy.asarray`. Or leave them out on purpose, by `where` "
+            "or by a `filter_spec` with False there."
+        )
 
 
 class _Number:
@@ -459,8 +462,8 @@ class AbstractDerivative(AbstractTransform):
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """The differentiated part of the first argument, and the rest of it.
 
-        Raises `TypeError` for dtypes that do not fit `holomorphic`, and `ValueError`
-        for Python numbers that a matrix would leave out.
+        Raises `TypeError` for dtypes that do not fit `holomorphic`. Warns of Python
+        numbers that a matrix leaves out.
         """
         if not args:
             raise ValueError(
@@ -473,7 +476,7 @@ class AbstractDerivative(AbstractTransform):
         name = "The first argument, which the derivative is with respect to,"
         chosen = are_parameters(first, self.where, self.filter_spec, name)
         if not self.has_gaps:
-            check_no_numbers(first, self.where, self.filter_spec, name)
+            warn_of_numbers(first, self.where, self.filter_spec, name)
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)

@@ -14,10 +14,6 @@ from ..helpers import drawn, only_backwards
 from .cases import Case, key, loss, w, x, y
 
 
-def _shifted(p):
-    return p["a"] + p["b"]
-
-
 net = drawn(eqx.nn.MLP, 2, "scalar", 3, 1, key=key)
 deep = drawn(eqx.nn.MLP, 2, "scalar", 3, 5, key=key)
 
@@ -455,34 +451,6 @@ HINTS = [
         lambda: eqxbatch.filter_jacobian(lambda p: p["a"] * w)({"a": 1.0}),
         ValueError,
         r"Python numbers are constants, .*`jax.tree.map\(jax.numpy.asarray, ...\)`",
-    ),
-    *(
-        Case(
-            name,
-            call,
-            ValueError,
-            r"Python number 0.5 at \['b'\], .* rows and columns for it would be",
-        )
-        for name, call in (
-            (
-                "filter_jacobian",
-                lambda: eqxbatch.filter_jacobian(_shifted, flat=True)(
-                    {"a": w, "b": 0.5}
-                ),
-            ),
-            (
-                "filter_ggn",
-                lambda: eqxbatch.filter_ggn(
-                    _shifted, lambda out: jnp.sum(out**2), in_axes=None
-                )({"a": w, "b": 0.5}),
-            ),
-            (
-                "filter_hvp",
-                lambda: eqxbatch.filter_hvp(lambda p: jnp.sum(_shifted(p)))(
-                    {"a": w, "b": 0.5}, {"a": w, "b": 1.0}
-                ),
-            ),
-        )
     ),
     Case(
         "hessian_to_pytree",
