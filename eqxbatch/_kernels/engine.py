@@ -205,11 +205,11 @@ def checked_output(output: KernelOutput, *, is_sharded: bool = False) -> PyTree:
             raise ValueError(NOT_SYMMETRIC)
         return out
     leaves, treedef = jtu.tree_flatten(out)
-    numbers = [i for i, x in enumerate(leaves) if eqx.is_inexact_array(x) and x.size]
+    numbers = [i for i, x in enumerate(leaves) if eqx.is_array(x) and x.size]
     is_sharded |= not get_abstract_mesh().empty or any(map(is_on_mesh, leaves))
     if is_sharded:
         factor = jnp.where(is_symmetric, 1.0, jnp.nan)
-        for i in numbers:
+        for i in filter(lambda i: eqx.is_inexact_array(leaves[i]), numbers):
             leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)
     elif numbers:
         i = min(numbers, key=lambda i: leaves[i].size)

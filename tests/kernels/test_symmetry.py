@@ -57,7 +57,9 @@ def test_within_transformations(getkey):
     kernel = filter_batch_kernel(uneven, **settings)
     true = filter_batch_kernel(even, **settings)
     reduced = filter_batch_kernel(uneven, reduce=KernelProduct(jnp.ones(7)), **settings)
-    for run, of in ((kernel, x), (reduced, x), (jax.vmap(kernel, 2), x[..., None])):
+    whole = filter_batch_kernel(lambda x, y: x[0] > y[0], **settings)
+    of_each = jax.vmap(kernel, 2)
+    for run, of in ((kernel, x), (reduced, x), (of_each, x[..., None]), (whole, x)):
         with pytest.raises(RuntimeError, match=NOT_TRUE):
             eqx.filter_jit(lambda x, run=run: run(x))(of)
     dense = jax.vmap(jax.vmap(even, (None, 0)), (0, None))
