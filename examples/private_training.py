@@ -138,7 +138,9 @@ def with_jax_privacy(model, images, labels, is_real):
 
 network = eqx.nn.MLP(64, 10, 256, 2, key=jr.key(0))
 arrays = eqxbatch.parameters(network)
-grad = eqxbatch.filter_micro_grad(loss, clip_norm=CLIP, accumulator=eqxbatch.Sum())
+grad = eqxbatch.filter_micro_grad(
+    loss, clip_norm=CLIP, nan_safe=True, accumulator=eqxbatch.Sum()
+)
 sensitivity = float(grad.sensitivity(network, weight=1 / EXPECTED))
 print(f"sensitivity {sensitivity:.5f}, which is {CLIP} / {EXPECTED}")
 

@@ -594,6 +594,27 @@ BREAKAGES = [
         "tests/kernels -k another_kernel",
     ),
     Breakage(
+        "a NaN with its sign bit set is the smallest entry",
+        "_kernels/reductions.py",
+        "lax.top_k(_ranked(tile), min(self.k, columns.size))",
+        "lax.top_k(tile, min(self.k, columns.size))",
+        "tests/kernels/test_reductions.py -k equal_entries",
+    ),
+    Breakage(
+        "reverse mode keeps all tiles of a product",
+        "_kernels/engine.py",
+        "x.reduction.is_sum",
+        "False",
+        "tests/kernels/test_reductions.py -k gradients_do_not",
+    ),
+    Breakage(
+        "half of a kernel that is not symmetric is mirrored",
+        "_kernels/kernel.py",
+        "difference > rounding ** (1 / 3) * scale",
+        "difference > scale",
+        "tests/kernels/test_symmetry.py",
+    ),
+    Breakage(
         "devices for which no tile is left count one again",
         "_kernels/engine.py",
         "counts = [True] * len(tiles) + [False] * missing",

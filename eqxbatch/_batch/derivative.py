@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
 from .._base.backward import backward_of_program
-from .._base.checks import called, check_types, no_arrays_remedy
+from .._base.checks import called, check_types, no_arrays_remedy, warn_user
 from .._base.dtypes import weighted_totals, widened
 from .._base.jaxprs import array_structs, is_struct, TracedFunction
 from .._base.mesh import vary_as
@@ -60,6 +60,44 @@ def are_parameters(
 
 
 _OTHER = object()
+
+
+def warn_of_numbers(
+    model: PyTree, where: Callable | None, filter_spec: PyTree, name: str = "`model`"
+) -> None:
+    """Warns of Python numbers in the place of parameters.
+
+    Matrices lack their rows and columns, which looks like fewer parameters. Numbers in
+    a module are its settings, and those in a partial function are its arguments.
+    """
+    leaves, _ = jtu.tree_flatten_with_path(model)
+    holds = lambda x: isinstance(x, (eqx.Module, functools.partial))
+    paths = {path for path, _ in jtu.tree_leaves_with_path(model, is_leaf=holds)}
+    suspects = [
+        i
+        for i, (path, x) in enumerate(leaves)
+        if path in paths
+        and isinstance(x, (float, complex))
+        and not eqx.is_inexact_array(x)
+    ]
+    if not suspects:
+        return
+    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    picked = range(len(leaves)) if where is None else _numbers(model, where)
+    # The default does not say that a number is left out on purpose.
+    is_default = filter_spec is eqx.is_inexact_array
+    missing = [
+        f"{leaves[i][1]!r} at {jtu.keystr(leaves[i][0])}"
+        for i in suspects
+        if i in picked and (is_default or selected[i] is not _OTHER)
+    ]
+    if missing:
+        warn_user(
+            f"{name} has Python numbers: {', '.join(missing)}. They are constants, as "
+            "in Equinox, and have no rows or columns in the result. Make arrays of "
+            "them, with `jax.numpy.asarray`. Or leave them out on purpose, by `where` "
+            "or by a `filter_spec` with False there."
+        )
 
 
 class _Number:
@@ -392,9 +430,11 @@ class AbstractDerivative(AbstractTransform):
     - `holomorphic`: whether it is a holomorphic function of complex arrays; None if the
         transform has no such setting.
     - `allows_complex`: whether complex parameters need no `holomorphic`.
+    - `has_gaps`: whether the result has a visible None for leaves that are no arrays.
     """
 
     allows_complex: ClassVar[bool] = False
+    has_gaps: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
@@ -428,7 +468,8 @@ class AbstractDerivative(AbstractTransform):
     def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
         """The differentiated part of the first argument, and the rest of it.
 
-        Raises `TypeError` for dtypes that do not fit `holomorphic`.
+        Raises `TypeError` for dtypes that do not fit `holomorphic`. Warns of Python
+        numbers that a matrix leaves out.
         """
         if not args:
             raise ValueError(
@@ -440,6 +481,8 @@ class AbstractDerivative(AbstractTransform):
             first = jnp.asarray(first)  # A number counts as a scalar array.
         name = "The first argument, which the derivative is with respect to,"
         chosen = are_parameters(first, self.where, self.filter_spec, name)
+        if not self.has_gaps:
+            warn_of_numbers(first, self.where, self.filter_spec, name)
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)

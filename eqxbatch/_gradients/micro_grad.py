@@ -22,6 +22,7 @@ from .._base.checks import (
     check_equal,
     check_exclusive,
     check_types,
+    warn_user,
 )
 from .._base.dtypes import widened, widest
 from .._base.jaxprs import array_structs, is_struct, TracedFunction, varying
@@ -131,6 +132,7 @@ class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model
     fun: Callable[Concatenate[Model, P], Any]
     holomorphic: ClassVar[None] = None
     allows_complex: ClassVar[bool] = True
+    has_gaps: ClassVar[bool] = True
     _: dataclasses.KW_ONLY
     in_axes: PyTree = eqx.if_array(0)
     batched: bool = False
@@ -287,9 +289,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         a fixed divisor, which random batch sizes need, pass
         `accumulator=Sum(weights=mask / divisor)` and `weight=1 / divisor`.
 
-        Raises `ValueError` without bounds on the whole gradient, for a
-        [`eqxbatch.Mean`][], whose divisor depends on the examples, and for weights
-        without `weight`.
+        Warns without `nan_safe=True`: the share of an example whose gradient is not
+        finite then has no bound. Raises `ValueError` without bounds on the whole
+        gradient, for a [`eqxbatch.Mean`][], whose divisor depends on the examples, and
+        for weights without `weight`.
         """
         diff, _ = self.parameters((model,), {})
         groups = clipping_groups(self.clip_norm, None, None, False, diff)
@@ -310,6 +313,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             raise ValueError(
                 "`weight` must be the largest weight that an example can have, because "
                 "those of this batch may all be smaller; got None."
+            )
+        if not self.nan_safe:
+            warn_user(
+                "`sensitivity` is no bound for an example whose gradient is not "
+                "finite, which makes the whole sum NaN and so shows that the example "
+                "is there. Pass `nan_safe=True`, by which such an example counts as "
+                "zero."
             )
         squares = (jnp.max(jnp.asarray(bound)) ** 2 for bound in bounds)
         return jnp.sqrt(sum(squares, jnp.zeros(()))) * (1 if weight is None else weight)

@@ -18,7 +18,14 @@ from .._batch.batch import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
 from .._batch.store import AbstractStore, as_store, IN_FLIGHT
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
-from .engine import check_mesh, MeshAxis, on_device, on_mesh
+from .engine import (
+    check_mesh,
+    checked_output,
+    KernelOutput,
+    MeshAxis,
+    on_mesh,
+    output_on_device,
+)
 from .kernel import (
     AbstractBlockKernel,
     AbstractKernelFunction,
@@ -179,7 +186,9 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         examples, which is transposed as well. `True` is refused if further axes of the
         result have the same size, because it does not say whether they are exchanged.
         The default is the attribute `symmetric` of `kernel_fn`, which the estimators of
-        this package have, or False without it.
+        this package have, or False without it. Blocks on the diagonal are compared with
+        their mirror images, up to a third of the digits, to find mistakes. This finds
+        none in blocks of one row, nor if only the other blocks lack symmetry.
     - `pairwise`: whether `kernel_fn` is a function of one example of each input, such
         as `lambda x, y: jnp.exp(-jnp.sum((x - y) ** 2))`. It then receives a pair of
         keys as `key`, and keyword arguments that are pairs have one element for each of
@@ -234,8 +243,11 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         the block, an unknown `mesh_axis`, `out_axes` together with `pairwise`, a
         `store` together with `reduce`, `progress` with a `mesh` but no `store`,
         `upper_only` for a kernel that is not symmetric, `symmetric=True` for a kernel
-        of `x1` with itself whose further axes have the same size, and examples on disk
-        with another batch axis than 0, or on several devices.
+        of `x1` with itself whose further axes have the same size, a `symmetric` that
+        blocks on the diagonal contradict, and examples on disk with another batch axis
+        than 0, or on several devices. Within `jax.jit` and other transforms, a wrong
+        `symmetric` is an error at run time, as of `equinox.error_if`, or on several
+        devices a result of NaNs.
     - `TypeError` for settings of the wrong type, and for stores, `progress` or examples
         on disk inside `jax.jit` and other transforms.
 
@@ -360,7 +372,8 @@ def computed(
     # Blocks can start anywhere, which a mesh with explicit axes does not allow.
     if in_one_program:
         make, reduce = gathered((make, reduce), mesh)
-        return _run(make, reduce, mesh_axis)
+        output = _run(make, reduce, mesh_axis)
+        return checked_output(output, is_sharded=mesh_axis is not None)
     kernel, stored = detached(jtu.tree_map(as_array, make()))
     if stored:
         check_concrete((kernel, reduce), "examples that are not in memory")
@@ -378,7 +391,8 @@ def computed(
     if meter is not None or stored:
         kernel = _sized(kernel, reduce, None, by_tiles=bool(stored))
         return in_turn(kernel, stored, reduce, meter)
-    return _run(known(kernel), reduce, mesh_axis)
+    output = _run(known(kernel), reduce, mesh_axis)
+    return checked_output(output, is_sharded=mesh_axis is not None)
 
 
 def on_one_device(kernel: _Kernel) -> _Kernel:
@@ -389,7 +403,7 @@ def on_one_device(kernel: _Kernel) -> _Kernel:
 
 
 @compiled
-def _run(make: Maker, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
+def _run(make: Maker, reduce: PyTree, mesh_axis: MeshAxis | None) -> KernelOutput:
     with within_mesh((make, reduce)):
         kernel = _sized(make(), reduce, mesh_axis)
         return _on_devices(kernel, reduce, mesh_axis)
@@ -397,13 +411,13 @@ def _run(make: Maker, reduce: PyTree, mesh_axis: MeshAxis | None) -> PyTree:
 
 def _on_devices(
     kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis | None
-) -> PyTree:
+) -> KernelOutput:
     kernel = block_kernel(kernel)
     if mesh_axis is not None:
         return on_mesh(kernel, reduce, mesh_axis)
     kernel, reduce = on_mesh_of_results(kernel, reduce)
     with within_mesh((kernel, reduce)):
-        return on_device(kernel, reduce)
+        return output_on_device(kernel, reduce)
 
 
 def _sized(

@@ -9,21 +9,29 @@ reduced. On a mesh, each device computes its own rows.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import get_abstract_mesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 from .._base.checks import check_types, match_prefix
 from .._base.jaxprs import constants
-from .._base.mesh import is_explicit, on_mesh_around, replicated, with_type_of
-from .._base.platforms import materialised
+from .._base.mesh import (
+    is_explicit,
+    is_on_mesh,
+    on_mesh_around,
+    replicated,
+    with_type_of,
+)
+from .._base.platforms import materialised, num_bytes
 from .._base.trees import safe_zip, shown
 from .._batch.batch import Block
 from .._batch.loop import Rows, types_of
@@ -133,15 +141,90 @@ class Collector:
         return jax.eval_shape(self.leaf.front, self.leaf.struct(totals))
 
 
+class States(NamedTuple):
+    """The states of all collectors.
+
+    `is_symmetric` is whether all blocks of examples with themselves were symmetric so
+    far; None if that is not checked.
+    """
+
+    arrays: list[PyTree[Array]]
+    is_symmetric: Bool[Array, ""] | None = None
+
+
+class CheckedTile(NamedTuple):
+    """The arrays of a tile, and whether it was symmetric; None if not checked."""
+
+    arrays: list[Array]
+    is_symmetric: Bool[Array, ""] | None
+
+    def and_before(self, before: Bool[Array, ""] | None) -> Bool[Array, ""] | None:
+        """Whether all tiles were symmetric, including those before."""
+        now = self.is_symmetric
+        return before if now is None or before is None else before & now
+
+
+class KernelOutput(NamedTuple):
+    """The output of the kernel function, with `is_symmetric` as in `States`."""
+
+    out: PyTree
+    is_symmetric: Bool[Array, ""] | None
+
+
 def finalized(
     kernel: AbstractBlockKernel,
     collectors: Sequence[Collector],
-    states: list[PyTree[Array]],
-) -> PyTree:
+    states: States,
+) -> KernelOutput:
     """The output of the kernel function, from the states after the last tile."""
-    pairs = safe_zip(collectors, states)
+    pairs = safe_zip(collectors, states.arrays)
     results = [one.finalize(state, kernel.totals) for one, state in pairs]
-    return kernel.output(results)
+    return KernelOutput(kernel.output(results), states.is_symmetric)
+
+
+NOT_SYMMETRIC = (
+    "`symmetric` is not true of `kernel_fn`: a block of examples with themselves is "
+    "not its mirror image within rounding, and half of the kernel would be wrong. "
+    "Leave `symmetric` out, or exchange the examples in a way that changes nothing "
+    "else. For a kernel that is symmetric but for rounding, use a longer dtype."
+)
+
+
+def checked_output(output: KernelOutput, *, is_sharded: bool = False) -> PyTree:
+    """The output of a kernel. Raises `ValueError` if it should have been symmetric.
+
+    Within a transformed function, that is an error at run time; or, if the kernel may
+    be on several devices, the result is NaN: the others would wait for the one that
+    raises an error.
+    """
+    out, is_symmetric = output
+    if is_symmetric is None:
+        return out
+    if not isinstance(is_symmetric, Tracer):
+        if not np.asarray(is_symmetric):
+            raise ValueError(NOT_SYMMETRIC)
+        return out
+    leaves, treedef = jtu.tree_flatten(out)
+    numbers = [i for i, x in enumerate(leaves) if eqx.is_array(x) and x.size]
+    is_sharded |= not get_abstract_mesh().empty or any(map(is_on_mesh, leaves))
+    if is_sharded:
+        factor = jnp.where(is_symmetric, 1.0, jnp.nan)
+        for i in filter(lambda i: eqx.is_inexact_array(leaves[i]), numbers):
+            leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)
+    elif numbers:
+        i = min(numbers, key=lambda i: leaves[i].size)
+        leaves[i] = _waiting(leaves[i], ~is_symmetric)
+    return jtu.tree_unflatten(treedef, leaves)
+
+
+def _waiting(x: Shaped[Array, "..."], is_wrong: Bool[Array, ""]) -> Array:
+    """An array of which one entry waits for the check.
+
+    Unlike a condition on all of it, that copies nothing, and it is linear in the array.
+    """
+    one = eqx.error_if(jnp.ones((), x.dtype), is_wrong, NOT_SYMMETRIC)
+    entry = x[(slice(0, 1),) * x.ndim] * one
+    return lax.dynamic_update_slice(x, entry, [jnp.zeros((), jnp.int32)] * x.ndim)
 
 
 def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collector]:
@@ -193,12 +276,15 @@ class Tiles:
         is_diagonal: bool,
         kept: Sequence[Rows | None] = (None, None),
         begin: Any = 0,
-    ) -> list[Array]:
-        """The arrays of a tile, by the indices of its blocks.
+        *,
+        recomputes: bool = True,
+    ) -> CheckedTile:
+        """A tile, by the indices of its blocks.
 
         For a tile on the diagonal, rows and columns are the same block. `kept` has the
         factors that are available already: of a block of this tile, or of more examples
-        from index `begin`.
+        from index `begin`. Reverse mode `recomputes` tiles instead of storing what
+        their derivative needs.
         """
         sides: list[Rows] = []
         for side, of_side in enumerate(kept):
@@ -220,34 +306,62 @@ class Tiles:
             always = jnp.asarray(places[0]) >= 0
             return self.kernel.block(first, None if is_diagonal else second, always)
 
+        if recomputes:
+            run = jax.checkpoint(run, prevent_cse=False)
         with jax.named_scope("tile"):
-            # Reverse mode recomputes tiles instead of storing them.
-            tile = jax.checkpoint(run, prevent_cse=False)(sides, places)
-            if self.grid.is_symmetric and is_diagonal:
-                return self.kernel.symmetrised(tile)
-            return tile
+            tile = run(sides, places)
+            if not (self.grid.is_symmetric and is_diagonal):
+                return CheckedTile(tile, None)
+            # Before both halves are combined.
+            is_symmetric = self.kernel.is_symmetric(tile)
+            return CheckedTile(self.kernel.symmetrised(tile), is_symmetric)
 
     def step(
         self,
-        states: list[PyTree[Array]],
+        states: States,
         pair: Int[Array, "2"],
         is_diagonal: bool,
         kept: Sequence[Rows | None],
         begin: Any = 0,
         counts: Any = None,
-    ) -> list[PyTree[Array]]:
+    ) -> States:
         """The states after a tile, with arguments as for `tile` and `update`."""
-        tile = self.tile(pair, is_diagonal, kept, begin)
-        return self.update(states, tile, pair, is_diagonal, counts)
+        recomputes = self._recomputes_updates(states.arrays)
+
+        def run(
+            states: States, pair: Array, kept: Any, begin: Any, counts: Any
+        ) -> States:
+            tile = self.tile(pair, is_diagonal, kept, begin, recomputes=not recomputes)
+            return self.update(states, tile, pair, is_diagonal, counts)
+
+        if recomputes:
+            run = jax.checkpoint(run, prevent_cse=False)
+        return run(states, pair, kept, begin, counts)
+
+    def _recomputes_updates(self, states: list[PyTree[Array]]) -> bool:
+        """Whether reverse mode recomputes a tile together with the update by it.
+
+        What the derivative of a reduction needs of all tiles is as large as the kernel.
+        If it is recomputed, the states before all tiles are stored, unless they are
+        sums; small ones take at most a quarter of the kernel.
+        """
+        return all(
+            x.reduction is not None
+            and (
+                x.reduction.is_sum
+                or 4 * num_bytes(state) <= num_bytes(x.leaf.struct(self.grid.sizes))
+            )
+            for x, state in safe_zip(self.collectors, states)
+        )
 
     def update(
         self,
-        states: list[PyTree[Array]],
-        tile: list[Array],
+        states: States,
+        tile: CheckedTile,
         pair: Int[Array, "2"],
         is_diagonal: bool,
         counts: Any = None,
-    ) -> list[PyTree[Array]]:
+    ) -> States:
         """The states after a tile, and after its mirror image if there is one.
 
         `counts` is False if the tile is only padding.
@@ -258,18 +372,20 @@ class Tiles:
             for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
         ]
         are_new = _new_entries(grid, pair, counts)
-        images = [(tile, blocks, are_new)]
+        images = [(tile.arrays, blocks, are_new)]
         if grid.is_symmetric and not is_diagonal:
             are_new = None if are_new is None else are_new.T
-            images.append((self.kernel.mirror(tile), blocks[::-1], are_new))
+            images.append((self.kernel.mirror(tile.arrays), blocks[::-1], are_new))
         updated = []
-        for i, (collector, state) in enumerate(safe_zip(self.collectors, states)):
+        for i, (collector, state) in enumerate(
+            safe_zip(self.collectors, states.arrays)
+        ):
             # Arrays with rows only, or columns only, need no mirror image.
             needed = images if collector.leaf.is_pairwise else images[:1]
             for image, (rows, columns), are_new in needed:
                 state = collector.update(state, image[i], rows, columns, are_new)
             updated.append(state)
-        return updated
+        return States(updated, tile.and_before(states.is_symmetric))
 
     def num_nans(
         self, tile: list[Array], pair: Int[Array, "2"], is_diagonal: bool
@@ -283,9 +399,11 @@ class Tiles:
                 num += jnp.sum(_where(are_new, nans, False), dtype=jnp.int32)
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
-    def initial(self, first: Rows, second: Rows) -> list[PyTree[Array]]:
+    def initial(self, first: Rows, second: Rows) -> States:
         """The states before the first tile."""
-        states = [collector.init(self.grid.totals) for collector in self.collectors]
+        arrays = [collector.init(self.grid.totals) for collector in self.collectors]
+        is_checked = self.grid.is_symmetric and self.kernel.checks_symmetry
+        states = States(arrays, jnp.array(True) if is_checked else None)
         states = on_mesh_around(states)
         reduces = any(x.reduction is not None for x in self.collectors)
         # Only on a mesh do tiles have other types than what they are written to.
@@ -293,7 +411,7 @@ class Tiles:
             return states
         pair = jnp.zeros(2, jnp.int32)
 
-        def step(states: list, first: Rows, second: Rows, pair: Array) -> list:
+        def step(states: States, first: Rows, second: Rows, pair: Array) -> States:
             sides = enumerate(safe_zip((first, second), self.grid.sizes))
             kept = [self.kernel.keep(i, x.at(0, size), size) for i, (x, size) in sides]
             tile = self.tile(pair, self.grid.is_same, kept)
@@ -301,16 +419,16 @@ class Tiles:
 
         before = jax.eval_shape(lambda x: x, states)
         after = jax.eval_shape(step, states, first, second, pair)
-        if types_of(before) != types_of(after):
+        if types_of(before.arrays) != types_of(after.arrays):
             raise TypeError(
                 "`reduce` must keep structure, shapes and dtypes of its state: `init` "
-                f"returned {before} and `update` {after}."
+                f"returned {before.arrays} and `update` {after.arrays}."
             )
         return jtu.tree_map(with_type_of, after, states)
 
     def with_panel(
-        self, states: list, first: Rows, second: Rows, index: Any, panel: Rows | None
-    ) -> list:
+        self, states: States, first: Rows, second: Rows, index: Any, panel: Rows | None
+    ) -> States:
         """The states after all tiles of a panel."""
         grid = self.grid
         if panel is None:
@@ -322,21 +440,21 @@ class Tiles:
         if grid.num_panels == 1:
             return states
 
-        def step(states: list, distance: Array) -> list:
+        def step(states: States, distance: Array) -> States:
             other = (index + distance) % grid.num_panels
             columns = other * grid.height + jnp.arange(grid.height, dtype=jnp.int32)
             return self._rectangle(states, panel, index, first, columns)
 
         return _loop(step, states, range(1, (grid.num_panels + 1) // 2))
 
-    def _square(self, states: list, panel: Rows, index: Any) -> list:
+    def _square(self, states: States, panel: Rows, index: Any) -> States:
         """The states after the tiles of a panel with itself."""
         begin, height = self.grid.panel_start(index), self.grid.height
         for tiles, is_diagonal in self.grid.groups():
 
             def step(
-                states: list, local: Array, is_diagonal: bool = is_diagonal
-            ) -> list:
+                states: States, local: Array, is_diagonal: bool = is_diagonal
+            ) -> States:
                 pair, kept = index * height + local, (panel, panel)
                 return self.step(states, pair, is_diagonal, kept, begin)
 
@@ -344,18 +462,18 @@ class Tiles:
         return states
 
     def _rectangle(
-        self, states: list, panel: Rows, index: Any, second: Rows, columns: Any
-    ) -> list:
+        self, states: States, panel: Rows, index: Any, second: Rows, columns: Any
+    ) -> States:
         """The states after the tiles of a panel with some blocks of columns."""
         grid = self.grid
         begin = grid.panel_start(index)
 
-        def with_column(states: list, column: Array) -> list:
+        def with_column(states: States, column: Array) -> States:
             size = grid.sizes[1]
             rows = second.at(grid.start(1, column), size)
             kept = self.kernel.keep(1, rows, size)
 
-            def step(states: list, local: Array) -> list:
+            def step(states: States, local: Array) -> States:
                 pair = jnp.stack([index * grid.height + local, column])
                 return self.step(states, pair, False, (panel, kept), begin)
 
@@ -365,8 +483,8 @@ class Tiles:
 
 
 def _loop(
-    step: Callable[[list, Array], list], states: list, numbers: Any
-) -> list[PyTree[Array]]:
+    step: Callable[[States, Array], States], states: States, numbers: Any
+) -> States:
     """The states after a step for each index, or for each pair of indices."""
     if len(numbers) == 0:
         return states
@@ -384,7 +502,7 @@ def run_tiles(
     first: Rows,
     second: Rows,
     panel: Rows | None = None,
-) -> list[PyTree[Array]]:
+) -> States:
     """The states after all tiles, with panels as large as memory allows.
 
     `panel` has the factors of all of the first examples, if available already.
@@ -403,6 +521,10 @@ def run_tiles(
 
 def on_device(kernel: AbstractBlockKernel, reduce: PyTree = None) -> PyTree:
     """The output of a kernel function on one device, reduced if requested."""
+    return output_on_device(kernel, reduce).out
+
+
+def output_on_device(kernel: AbstractBlockKernel, reduce: PyTree) -> KernelOutput:
     collectors = make_collectors(kernel, reduce)
     states = run_tiles(kernel, kernel.grid, collectors, *kernel.rows)
     return finalized(kernel, collectors, states)
@@ -443,12 +565,14 @@ def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
     return MeshAxis(mesh, axis)
 
 
-def on_mesh(kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis) -> PyTree:
+def on_mesh(
+    kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis
+) -> KernelOutput:
     """The output of a kernel function on the devices of a mesh."""
     check_closed_over(kernel)
     collectors = make_collectors(kernel, reduce)
     if kernel.grid.is_empty:
-        states = [collector.init(kernel.totals) for collector in collectors]
+        states = States([collector.init(kernel.totals) for collector in collectors])
     elif reduce is None:
         states = _written(kernel, mesh_axis)
     else:
@@ -497,7 +621,7 @@ def _reduced(
     operands: tuple[AbstractBlockKernel, PyTree],
     collectors: Sequence[Collector],
     mesh_axis: MeshAxis,
-) -> list[PyTree[Array]]:
+) -> States:
     """Each device reduces a share of the tiles of a kernel."""
     num, grid = mesh_axis.num, operands[0].grid
 
@@ -510,7 +634,7 @@ def _reduced(
         pair = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
         return pair[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
 
-    def run(operands: tuple[AbstractBlockKernel, PyTree]) -> list[PyTree[Array]]:
+    def run(operands: tuple[AbstractBlockKernel, PyTree]) -> States:
         kernel, reduce = operands
         tiles = Tiles(kernel, grid, make_collectors(kernel, reduce))
         states, always = tiles.initial(*kernel.rows), jnp.array(True)
@@ -518,8 +642,8 @@ def _reduced(
         for places, is_diagonal in grid.groups():
 
             def step(
-                states: list, now: tuple, is_diagonal: bool = is_diagonal
-            ) -> tuple[list, None]:
+                states: States, now: tuple, is_diagonal: bool = is_diagonal
+            ) -> tuple[States, None]:
                 pair, counts = now
                 return tiles.step(states, pair, is_diagonal, kept, 0, counts), None
 
@@ -536,11 +660,15 @@ def _reduced(
     parts = on_devices(run, operands, mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
-    for collector, part in safe_zip(collectors, parts):
+    for collector, part in safe_zip(collectors, parts.arrays):
         assert collector.reduction is not None
         states = [jtu.tree_map(lambda x, i=i: x[i], part) for i in range(num)]
         merged.append(functools.reduce(collector.reduction.merge, states))
-    return merged
+    return States(merged, _everywhere(parts.is_symmetric))
+
+
+def _everywhere(flags: Bool[Array, " devices"] | None) -> Bool[Array, ""] | None:
+    return None if flags is None else jnp.all(flags)
 
 
 def _all_kept(
@@ -555,7 +683,7 @@ def _all_kept(
     return kept[0], kept[-1]
 
 
-def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> list[Array]:
+def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> States:
     """Each device has a panel of rows; in the last one, some may not count."""
     grid, num = kernel.grid, mesh_axis.num
     run = functools.partial(_panel, mesh_axis)
@@ -567,7 +695,10 @@ def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> list[Array]:
         if row is None:
             row = 0  # All devices have the same, along a new first axis.
         specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
-    arrays = on_devices(run, kernel, mesh_axis, specs)
+    of_flags: Any = PartitionSpec(mesh_axis.name)
+    arrays, flags = on_devices(run, kernel, mesh_axis, States(specs, of_flags))
+    if flags is not None:
+        flags = replicated(flags, mesh_axis.mesh)
     size = -(-grid.totals[0] // num) * num
     results = []
     for leaf, x in safe_zip(kernel.leaves, arrays):
@@ -580,11 +711,11 @@ def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> list[Array]:
             whole = replicated(x, mesh_axis.mesh)
             x = whole[tuple(slice(0, length) for length in shape)]
         results.append(x)
-    return results
+    return States(results, _everywhere(flags))
 
 
-def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
-    """The rows of one device."""
+def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
+    """The rows of one device, with an axis of devices for `is_symmetric`."""
     grid, (rows, others) = kernel.grid, kernel.rows
     num, total = mesh_axis.num, grid.totals[0]
     height = -(-total // num)
@@ -595,7 +726,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
 
     def block(
         first: Rows, second: Rows, is_diagonal: bool, kept: Rows | None = None
-    ) -> list[Array]:
+    ) -> States:
         """The kernel of some examples with others or with themselves."""
         totals = first.total, second.total
         size = min(sizes[0], totals[0]), min(sizes[1], totals[1])
@@ -612,7 +743,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
         is_first, low = index < num // 2, index % (num // 2)
         half = -(-height // 2)
         start = jnp.where(is_first, 0, height - half)
-        computed = block(panel(low, start, half), panel(low + num // 2), False)
+        computed, _ = block(panel(low, start, half), panel(low + num // 2), False)
         pairs = [(i, (i + num // 2) % num) for i in range(num)]
         other = _sent(computed, mesh_axis, pairs)
         # If the number of rows is odd, the halves overlap in one row, computed by both.
@@ -629,11 +760,13 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
         return of_pairs(kernel.leaves, choose, whole, kernel.mirror(whole))
 
     if not grid.is_same:
-        results = block(panel(index), others, False)
-        return [
-            x[None] if leaf.axes[0] is None else x
-            for leaf, x in safe_zip(kernel.leaves, results)
-        ]
+        results, _ = block(panel(index), others, False)
+        return States(
+            [
+                x[None] if leaf.axes[0] is None else x
+                for leaf, x in safe_zip(kernel.leaves, results)
+            ]
+        )
 
     results = [
         jnp.zeros(leaf.struct((height, num * height)).shape, leaf.dtype)
@@ -643,7 +776,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
     kept = None
     if kernel.num_kept(kernel.bytes_kept[0]) >= height:
         kept = kernel.keep(0, mine, size)
-    diagonal = block(mine, mine, True, kept)
+    diagonal, is_symmetric = block(mine, mine, True, kept)
 
     def placed(results: list[Array], part: list[Array], number: Any) -> list[Array]:
         """The rows of this device, with the columns of the panel of some device."""
@@ -653,7 +786,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
     results = placed(results, diagonal, index)
     for distance in range(1, num if not grid.is_symmetric else (num + 1) // 2):
         other = (index + distance) % num
-        part = block(mine, panel(other), False, kept)
+        part, _ = block(mine, panel(other), False, kept)
         results = placed(results, part, other)
         if grid.is_symmetric:
             # The other device lacks the mirror image.
@@ -663,7 +796,8 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> list[Array]:
     if grid.is_symmetric and num % 2 == 0:
         results = placed(results, opposite(), (index + num // 2) % num)
     # Per-example arrays come from the diagonal.
-    return of_pairs(kernel.leaves, lambda _, part, whole: whole, diagonal, results)
+    results = of_pairs(kernel.leaves, lambda _, part, whole: whole, diagonal, results)
+    return States(results, None if is_symmetric is None else is_symmetric[None])
 
 
 def _sent(tile: list[Array], mesh_axis: MeshAxis, pairs: list) -> list[Array]:

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -19,7 +19,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Key, PyTree, Shaped, UInt32
 
 from .._base.checks import AnyArray, called, check_equal, check_types, match_prefix
-from .._base.jaxprs import constants, is_struct, with_arrays
+from .._base.dtypes import widened
+from .._base.jaxprs import constants, equations_in, is_struct, with_arrays
 from .._base.mesh import (
     explicit_mesh,
     gathered,
@@ -31,6 +32,7 @@ from .._base.platforms import (
     compiled,
     evaluate_in_loop,
     in_opaque_branch,
+    platform,
     with_mirror_image,
 )
 from .._base.refs import without_refs
@@ -304,6 +306,11 @@ class KernelLeaf:
                 place[axis] = jnp.asarray(start, jnp.int32)
         return lax.dynamic_update_slice(whole, tile, place)
 
+    def every(self, tile: Shaped[Array, "..."], step: int) -> Shaped[Array, "..."]:
+        """Every `step`th row and column of a tile."""
+        steps = (step if axis in self.axes else 1 for axis in range(tile.ndim))
+        return tile[tuple(slice(None, None, n) for n in steps)]
+
     def transposed(self, tile: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
         """The tile with its rows and columns exchanged."""
         return self.back(jnp.swapaxes(self.front(tile), 0, 1))
@@ -385,7 +392,10 @@ class AbstractBlockKernel(eqx.Module):
     - `sizes`: the largest number of rows and of columns in a block, None for all; or a
         budget, which becomes such a pair before there are blocks.
     - `room`: the number of bytes for factors of examples.
+    - `is_users`: whether `symmetric` is what a user says of a function.
     """
+
+    is_users: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
     symmetric: Any = None
@@ -497,6 +507,37 @@ class AbstractBlockKernel(eqx.Module):
     def mirror(self) -> TileMirror:
         return TileMirror(self.symmetric, self.leaves, self.out)
 
+    @property
+    def checks_symmetry(self) -> bool:
+        """Whether blocks of examples with themselves are compared with their images."""
+        return self.symmetric is not None and self.is_users
+
+    def is_symmetric(self, tile: list[Array]) -> Bool[Array, ""] | None:
+        """Whether a tile on the diagonal is its mirror image, within rounding.
+
+        Of a large tile, rows and columns at equal distances are compared. None if that
+        is not checked.
+        """
+        if not self.checks_symmetry:
+            return None
+        step = -(-max(1, *self.grid.sizes) // COMPARED)
+        sample = [
+            lax.stop_gradient(leaf.every(x, step))
+            for leaf, x in safe_zip(self.leaves, tile)
+        ]
+        is_equal = jnp.array(True)
+        for leaf, x, y in safe_zip(self.leaves, sample, self.mirror(sample)):
+            if leaf.is_pairwise:
+                x, y = widened(leaf.front(x)), widened(leaf.front(y))
+                is_equal &= is_close(x, y, self._rounding)
+        return is_equal
+
+    @functools.cached_property
+    def _rounding(self) -> float:
+        """The relative rounding error of the shortest numbers that tiles pass."""
+        closed = self.program(*self.structs(SAMPLE))
+        return max(map(_rounding_of, equations_in(closed)), default=0.0)
+
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric."""
         if self.symmetric is True:
@@ -504,6 +545,43 @@ class AbstractBlockKernel(eqx.Module):
             return of_pairs(self.leaves, one, tile)
         both = lambda _, x, y: _common(x, y)
         return of_pairs(self.leaves, both, tile, self.mirror(tile))
+
+
+# The largest number of rows of a block that are compared with its mirror image.
+COMPARED = 256
+
+
+def _rounding_of(eqn: Any) -> float:
+    """The relative rounding error of the results of an equation."""
+    dtypes = [x.aval.dtype for x in eqn.outvars if hasattr(x.aval, "dtype")]
+    dtypes = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+    if platform().exact_product > 1 and eqn.primitive.name in _PRODUCTS:
+        # Of float64, they are exact, and the largest error counts.
+        short = jnp.bfloat16
+        dtypes = [x if jnp.finfo(x).bits > 32 else short for x in dtypes]
+    return max((float(jnp.finfo(x).eps) for x in dtypes), default=0.0)
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+def is_close(x: Any, y: Any, rounding: float, xp: Any = jnp) -> Any:
+    """Whether arrays are equal within rounding, at the scale of rows and columns.
+
+    A third of the digits count: steep functions of products with long sums lose the
+    others. What is not finite is not compared. `xp` is the library of the arrays.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return xp.all(x == y)
+    size = xp.maximum(xp.abs(x), xp.abs(y))
+    size = xp.where(xp.isfinite(size), size, 0)
+    largest = xp.max(size, axis=tuple(range(1, x.ndim)), initial=0)
+    scale = xp.maximum(largest[:, None], largest[None, :])
+    scale = xp.expand_dims(scale, tuple(range(2, x.ndim)))
+    # Infinities that are equal have no difference.
+    are_finite = xp.isfinite(x) & xp.isfinite(y)
+    difference = xp.abs(xp.where(are_finite, x, 0) - xp.where(are_finite, y, 0))
+    return ~xp.any(difference > rounding ** (1 / 3) * scale)
 
 
 def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -851,6 +929,8 @@ class CalledKernel(AbstractBlockKernel):
     - `pairwise`: whether it is a function of one example of each side.
     - `known`: its output, once it was called for a sample.
     """
+
+    is_users: ClassVar[bool] = True
 
     kernel_fn: Callable
     args: tuple

@@ -44,10 +44,13 @@ from .._batch.store import (
 )
 from .engine import (
     check_closed_over,
+    checked_output,
     finalized,
     make_collectors,
     MeshAxis,
+    NOT_SYMMETRIC,
     on_devices,
+    States,
     Tiles,
 )
 from .kernel import (
@@ -62,16 +65,28 @@ from .kernel import (
 )
 
 
-def check_concrete(call: PyTree, what: str) -> None:
+_ON_DEVICE = "use `store='device'` without `progress` and `tol`, and examples in memory"
+
+
+def check_concrete(call: PyTree, what: str, instead: str = _ON_DEVICE) -> None:
     """Raises `TypeError` if a call is being transformed."""
     # Within `jax.jit`, new arrays are traced, too.
     if any(isinstance(x, Tracer) for x in [*jtu.tree_leaves(call), jnp.zeros(())]):
         raise TypeError(
             f"A kernel with {what} runs a loop in Python, and cannot be within "
-            "`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
-            "or use `store='device'` without `progress` and `tol`, and examples in "
-            "memory."
+            f"`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
+            f"or {instead}."
         )
+
+
+def check_solve(call: PyTree) -> None:
+    """Raises `TypeError` if a system is being transformed, or the numbers of it are."""
+    check_concrete(
+        call,
+        "`kernel_solve`",
+        "solve with a `KernelOperator` and `lineax.linear_solve`, which can be "
+        "differentiated: see the documentation on operators and solves",
+    )
 
 
 class _Blocks:
@@ -204,7 +219,7 @@ def in_turn(
                 step(jax.block_until_ready(waiting.popleft()))
         for num_nans in waiting:
             step(jax.block_until_ready(num_nans))
-    return finalized(kernel, collectors, states)
+    return checked_output(finalized(kernel, collectors, states))
 
 
 def _tiles(kernel: AbstractBlockKernel, reduce: PyTree) -> Tiles:
@@ -213,7 +228,7 @@ def _tiles(kernel: AbstractBlockKernel, reduce: PyTree) -> Tiles:
 
 
 @compiled
-def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[list, Array]:
+def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[States, Array]:
     tiles = _tiles(kernel, reduce)
     rows, structs = tiles.kernel.rows, tiles.kernel.structs(tiles.grid.sizes)
     blocks = [y if x.are_stored else x for x, y in safe_zip(rows, structs)]
@@ -223,13 +238,13 @@ def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[list, Array]:
 
 
 @functools.partial(compiled, donate="all-except-first", waits=False)
-def _step(operands: tuple, states: list) -> tuple[list, Array]:
+def _step(operands: tuple, states: States) -> tuple[States, Array]:
     """The states after a tile, updated in place, and its number of NaNs."""
     kernel, reduce, is_diagonal, pair, kept = operands
     tiles = _tiles(kernel, reduce)
     tile = tiles.tile(pair, is_diagonal, kept)
-    num_nans = tiles.num_nans(tile, pair, is_diagonal)
-    with within_mesh(tile):
+    num_nans = tiles.num_nans(tile.arrays, pair, is_diagonal)
+    with within_mesh(tile.arrays):
         return tiles.update(states, tile, pair, is_diagonal), num_nans
 
 
@@ -393,10 +408,12 @@ def _write(
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
     kernel, grid, leaves = blocks.kernel, blocks.grid, blocks.kernel.leaves
-    num = max(len(team.devices), 1)
+    num, diagonal = max(len(team.devices), 1), grid.diagonal()
+    # A kernel that is not symmetric is found out by the first tile.
+    first = diagonal[:1] if kernel.checks_symmetry else []
     tiles = [
         tile
-        for tile in (*grid.pairs(), *grid.diagonal())
+        for tile in (*first, *grid.pairs(), *diagonal[len(first) :])
         if grid.part_of(tile, team.num) == team.rank
     ]
     wanted = _chunks_of_tiles(leaves, arrays, grid)
@@ -435,13 +452,16 @@ def _written(
     sources: list[str],
 ) -> list[int]:
     """Writes the wanted chunks of some tiles; returns the NaNs in each tile."""
+    numbers = [np.asarray(tile[-1]) for tile in results]
+    if any(is_wrong for _, is_wrong in numbers):
+        raise ValueError(NOT_SYMMETRIC)
     for part, tile, source in safe_zip(wanted, results, sources):
         for result, chunk in part:
             place = arrays[chunk.array].place(chunk.index)
             # The last tile overlaps with the previous one, and only its new rows count.
             new = tuple(slice(x.start - x.stop, None) for x in place)
             writer.write(chunk, np.asarray(tile[result])[new], source)
-    return [int(np.asarray(tile[-1])) for tile in results]
+    return [int(num_nans) for num_nans, _ in numbers]
 
 
 # A kernel, whether a tile is of a block with itself, whether it has a mirror image, and
@@ -452,15 +472,20 @@ _Task = tuple[AbstractBlockKernel, bool, bool, bool]
 def _results(
     task: _Task, pair: Array, kept: Sequence[Rows | None] = (None, None)
 ) -> list[Array]:
-    """The arrays of a tile and of its mirror image, and the number of NaNs."""
+    """The arrays of a tile and of its mirror image, and two numbers.
+
+    These are its number of NaNs, and 1 if it should be symmetric, but is not.
+    """
     kernel, is_diagonal, has_mirror, counts_nans = task
     tiles = _tiles(kernel, None)
-    tile = tiles.tile(pair, is_diagonal, kept)
+    tile, is_symmetric = tiles.tile(pair, is_diagonal, kept)
     mirrored = tiles.kernel.mirror(tile) if has_mirror else []
-    num_nans = jnp.zeros((), jnp.int32)
+    num_nans = is_wrong = jnp.zeros((), jnp.int32)
     if counts_nans:
         num_nans = tiles.num_nans(tile, pair, is_diagonal)
-    return [*tile, *mirrored, num_nans]
+    if is_symmetric is not None:
+        is_wrong = (~is_symmetric).astype(jnp.int32)
+    return [*tile, *mirrored, jnp.stack([num_nans, is_wrong])]
 
 
 _tile = compiled(_results, waits=False)

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -33,12 +33,14 @@ from .kernel import (
     AbstractKernelFunction,
     block_kernel,
     CalledKernel,
+    COMPARED,
     Grid,
+    is_close,
     on_mesh_of_results,
     Sizes,
     TileMirror,
 )
-from .on_host import SymmetricArray
+from .on_host import check_solve, SymmetricArray
 from .reductions import AbstractReduction, KernelProduct
 
 
@@ -74,9 +76,11 @@ class AbstractMatrix(eqx.Module):
 
 
 class _OfTranspose(AbstractReduction):
-    """A reduction of the transpose of a kernel with two axes."""
+    """The product of the transpose of a kernel with two axes."""
 
-    reduction: AbstractReduction
+    is_sum: ClassVar[bool] = True
+
+    reduction: KernelProduct
 
     @property
     def neutral(self) -> float:
@@ -140,9 +144,11 @@ class ComputedMatrix(AbstractMatrix):
 
     def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
-            return np.asarray(_product(self, jnp.asarray(vectors), is_transposed))
-        reduce: AbstractReduction = KernelProduct(vectors)
-        reduce = _OfTranspose(reduce) if is_transposed else reduce
+            product = self.product(jnp.asarray(vectors), is_transposed=is_transposed)
+            check_solve(product)  # A kernel function may close over traced arrays.
+            return np.asarray(product)
+        product = KernelProduct(vectors)
+        reduce = _OfTranspose(product) if is_transposed else product
         return computed(known(self.call), self.mesh_axis, reduce)
 
     def whole(self) -> Array:
@@ -157,11 +163,6 @@ class ComputedMatrix(AbstractMatrix):
     @property
     def _on_one_device(self) -> CalledKernel:
         return gathered(dataclasses.replace(self.call, sizes=self.sizes))
-
-
-@compiled
-def _product(matrix: ComputedMatrix, vectors: Array, is_transposed: bool) -> Array:
-    return matrix.product(vectors, is_transposed=is_transposed)
 
 
 @compiled
@@ -186,7 +187,7 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
 
     def step(diagonal: Array, number: Array) -> tuple[Array, None]:
         both = jnp.stack([number, number])
-        tile = tiles.tile(both, grid.is_same)[0]
+        tile = tiles.tile(both, grid.is_same).arrays[0]
         start = jnp.asarray(grid.start(0, number), jnp.int32)
         return lax.dynamic_update_slice(diagonal, jnp.diagonal(tile), (start,)), None
 
@@ -198,14 +199,14 @@ def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array,
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid.sizes[0], 1), False, False)
     collectors, one = make_collectors(kernel, None), columns.at(index, 1)
-    column = run_tiles(kernel, grid, collectors, rows, one)[0][:, 0]
+    column = run_tiles(kernel, grid, collectors, rows, one).arrays[0][:, 0]
     is_alone = isinstance(kernel, CalledKernel) and kernel.is_alone
     if not (is_alone and kernel.is_same):
         return column
     # Without `x2`, the function may add noise to the diagonal.
     one = Grid(kernel.totals, (1, 1), True, kernel.grid.is_symmetric)
     both = jnp.stack([index, index])
-    entry = Tiles(kernel, one, []).tile(both, is_diagonal=True)[0]
+    entry = Tiles(kernel, one, []).tile(both, is_diagonal=True).arrays[0]
     return lax.dynamic_update_slice(column, entry[:, 0], (index,))
 
 
@@ -226,16 +227,17 @@ class Reader:
     - `array`: has `shape` and `dtype`, and can be indexed with slices.
     - `is_hermitian`: whether the tiles below the diagonal are mirror images of those
         above it. Only tiles on and above the diagonal are then read.
+    - `is_checked`: whether tiles on the diagonal are compared with their mirror images.
     """
 
-    def __init__(self, array: Any, is_hermitian: bool):
+    def __init__(self, array: Any, is_hermitian: bool, is_checked: bool = False):
         is_half = isinstance(array, SymmetricArray) and array.is_transpose
         self.array = array.stored if is_half else array
         rows, columns = array.shape
         self.shape: tuple[int, int] = rows, columns
         # JAX has no arrays of the other byte order.
         self.dtype = np.dtype(array.dtype).newbyteorder("=")
-        self.is_hermitian = is_hermitian
+        self.is_hermitian, self._is_checked = is_hermitian, is_checked
         self._sizes = self._tile_sizes()
 
     def _tile_sizes(self) -> tuple[int, int]:
@@ -261,7 +263,10 @@ class Reader:
         ]
 
     def _read(self, piece: _Piece) -> Shaped[np.ndarray, "rows columns"]:
-        return self._checked(self.array[piece], [x.stop - x.start for x in piece])
+        tile = self._checked(self.array[piece], [x.stop - x.start for x in piece])
+        if self._is_checked and piece[0] == piece[1]:
+            _check_hermitian(tile)
+        return tile
 
     def _checked(self, entries: Any, shape: Sequence[int]) -> np.ndarray:
         entries = as_numpy(entries)
@@ -326,6 +331,20 @@ class Reader:
             array = SymmetricArray([array], 0, self._sizes[0], TileMirror())
         column = self._checked(array[:, index], self.shape[:1])
         return column.astype(self.dtype, copy=False)
+
+
+def _check_hermitian(tile: Shaped[np.ndarray, "n n"]) -> None:
+    """Raises `ValueError` for a block that is not its mirror image within rounding."""
+    step = -(-max(1, len(tile)) // COMPARED)
+    sample, rounding = tile[::step, ::step], 0.0
+    if jnp.issubdtype(tile.dtype, jnp.inexact):
+        rounding = float(jnp.finfo(tile.dtype).eps)
+        sample = sample.astype(np.result_type(_multiplied(tile.dtype), np.float32))
+    if not is_close(sample, _conj(sample).T, rounding, np):
+        raise ValueError(
+            "`symmetric=True` is not true of the stored kernel: a block of examples "
+            "with themselves is not its mirror image within rounding. Leave it out."
+        )
 
 
 def _conj(x: np.ndarray) -> np.ndarray:
@@ -688,7 +707,7 @@ def _read(array: Any, symmetric: bool | None, others: dict[str, Any]) -> StoredM
             "`symmetric=False` contradicts a `SymmetricArray`. Leave it out."
         )
     array = np.asarray(array) if isinstance(array, jax.Array) else array
-    return StoredMatrix(Reader(array, is_hermitian))
+    return StoredMatrix(Reader(array, is_hermitian, is_hermitian and not is_mirrored))
 
 
 @lineax.materialise.register(KernelOperator)

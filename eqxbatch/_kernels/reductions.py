@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -42,6 +42,10 @@ class AbstractReduction(eqx.Module, Generic[_State]):
     Each entry of the kernel counts once. If the last block overlaps with the previous
     one, entries that were already seen are set to `neutral`.
 
+    Reverse mode recomputes blocks and updates, unless that takes more memory: for an
+    update whose derivative depends on the state, all states are stored. Set the class
+    attribute `is_sum` to True if updates only add to the state.
+
     !!! example
 
         The largest entry of each column:
@@ -71,6 +75,9 @@ class AbstractReduction(eqx.Module, Generic[_State]):
 
         ```
     """
+
+    # Whether updates only add to the state, so that their derivative needs no state.
+    is_sum: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod
@@ -155,6 +162,8 @@ class KernelProduct(AbstractReduction[Total]):
 
         ```
     """
+
+    is_sum: ClassVar[bool] = True
 
     vectors: Shaped[Array, " n2"] | Shaped[Array, "n2 k"] = eqx.field(converter=as_jax)
 
@@ -461,7 +470,8 @@ class _Nearest(eqx.Module):
 class TopK(AbstractReduction[_Nearest]):
     """The `k` largest entries of each row and their columns: nearest neighbours.
 
-    Ties are broken arbitrarily. NaN counts as larger than all numbers.
+    NaN counts as larger than all numbers, whatever its sign. Of equal entries, those
+    with the smallest columns come first, whatever the block size.
 
     **Arguments:**
 
@@ -533,8 +543,10 @@ class TopK(AbstractReduction[_Nearest]):
             row = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
             is_self = row[:, None] == column[None, :]
             tile = jnp.where(is_self, jnp.asarray(-jnp.inf, tile.dtype), tile)
-        # At most `k` entries of a tile can be among the largest of all.
-        values, index = lax.top_k(tile, min(self.k, columns.size))
+        # At most `k` entries of a tile can be among the largest of all. Of equal ones,
+        # the first ones are taken.
+        _, index = lax.top_k(_ranked(tile), min(self.k, columns.size))
+        values = jnp.take_along_axis(tile, index, axis=1)
         new = _Nearest(values, column[index], state.num_columns)
         merged = self.merge(jtu.tree_map(rows.take, state), new)
         return _with_rows(state, merged, rows)
@@ -542,9 +554,11 @@ class TopK(AbstractReduction[_Nearest]):
     def merge(self, first: _Nearest, second: _Nearest) -> _Nearest:
         values = jnp.concatenate([first.values, second.values], axis=1)
         indices = jnp.concatenate([first.indices, second.indices], axis=1)
-        values, order = lax.top_k(values, self.k)
-        indices = jnp.take_along_axis(indices, order, axis=1)
-        return _Nearest(values, indices, first.num_columns)
+        # Tiles need not come in the order of their columns. In ascending order, NaN is
+        # the last value, and the smallest column is the last of equal values.
+        values, last = lax.sort((values, -indices), dimension=1, num_keys=2)
+        largest = lambda x: x[:, : -self.k - 1 : -1]
+        return _Nearest(largest(values), -largest(last), first.num_columns)
 
     def finalize(self, state: _Nearest) -> Neighbours:
         # An entry of `-inf` looks like an excluded one. If such entries are among the
@@ -562,6 +576,15 @@ class TopK(AbstractReduction[_Nearest]):
         return Neighbours(
             state.values, jnp.where(is_low, _missing(taken, rank), state.indices)
         )
+
+
+def _ranked(x: Array) -> Array:
+    """Numbers that `jax.lax.top_k` ranks as their values.
+
+    It ranks a NaN by its sign, which is set for 0 / 0 on x86, and -0.0 below 0.0.
+    """
+    x = lax.stop_gradient(x)
+    return jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x)).astype(x.dtype)
 
 
 def _missing(

@@ -25,7 +25,7 @@ from .._base.trees import described, log
 from .._batch.batch import as_numpy
 from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
 from .._batch.store import check_record, digest, read_json
-from .on_host import check_concrete
+from .on_host import check_solve
 
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def kernel_solve(
     """
     x, y = (None, x) if y is None else (x, y)
     check_types({"y": y}, {"y": _Right})
-    check_concrete((operator, x, y, ridge), "`kernel_solve`")
+    check_solve((operator, x, y, ridge))
     operator = _as_operator(operator, x, settings)
     struct = operator.matrix.struct
     ridge = _checked_ridge(ridge)
@@ -682,7 +682,9 @@ def _partial_cholesky(
     matrix: "AbstractMatrix", rank: int
 ) -> Float[np.ndarray, "n num"]:
     """A partial Cholesky decomposition, by the largest entries left on the diagonal."""
-    left = np.array(matrix.diagonal(), np.float64)
+    diagonal = matrix.diagonal()
+    check_solve(diagonal)  # A kernel function may close over traced arrays.
+    left = np.array(diagonal, np.float64)
     factor = np.zeros((len(left), rank))
     # Smaller entries are rounding errors, beyond the numerical rank.
     least = _eps(matrix) * np.max(left)

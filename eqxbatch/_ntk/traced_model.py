@@ -30,7 +30,7 @@ from .._base.platforms import products_of
 from .._base.trees import described, safe_zip, type_of
 from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes
-from .._batch.derivative import are_parameters, check_outputs
+from .._batch.derivative import are_parameters, check_outputs, warn_of_numbers
 from .._batch.loop import accumulated, Rows
 from .._kernels.kernel import BlockSize, check_block_size, Grid, Side, Sizes
 from .._sites.factors import contract, EXAMPLE, Labels, OTHER_EXAMPLE, Term
@@ -713,6 +713,7 @@ def chosen_leaves(
         # A callable is a valid prefix, too.
         filter_spec = StatefulModel(filter_spec, False, False)
     chosen = are_parameters(model, where, filter_spec)
+    warn_of_numbers(model, where, filter_spec)
     pairs = jtu.tree_leaves_with_path(chosen)
     return tuple((jtu.keystr(path), is_chosen) for path, is_chosen in pairs)
 

@@ -11,6 +11,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import (
+    filter_ggn,
+    filter_hessian,
+    filter_hvp,
+    filter_jacobian,
     filter_micro_grad,
     filter_micro_value_and_grad,
     Mean,
@@ -253,3 +257,31 @@ def test_one_step_of_an_optimiser(getkey):
     trained = eqx.apply_updates(model, updates)
     np.testing.assert_array_equal(trained.linear.weight, model.linear.weight)
     assert not np.array_equal(trained.linear.bias, model.linear.bias)
+
+
+def test_numbers_of_python_in_place_of_parameters():
+    """A matrix without their rows looks like that of fewer parameters."""
+    p = {"a": jnp.arange(2.0), "b": 0.5, "dropout": eqx.nn.Dropout(0.5), "power": 2}
+    fun = lambda p: p["a"] ** p["power"] + p["b"]
+    total = lambda p: jnp.sum(fun(p))
+    match = r"Python numbers: 0.5 at \['b'\]\..*`jax.numpy.asarray`.* by `where`"
+    mask = {**jax.tree.map(lambda _: False, p), "a": True}
+    for run in (
+        filter_jacobian(fun, flat=True),
+        filter_jacobian(fun, where=lambda p: (p["a"], p["b"])),
+        filter_jacobian(fun, filter_spec={**mask, "b": True}),
+        filter_ggn(fun, lambda out: jnp.sum(out**2), in_axes=None, flat=True),
+        filter_hessian(total, flat=True),
+        lambda p: filter_hvp(total)(p, {**p, "b": 1.0}),
+    ):
+        with pytest.warns(UserWarning, match=match):
+            run(p)
+    # Left out on purpose; settings of modules and integers are no parameters.
+    for settings in ({"where": lambda p: p["a"]}, {"filter_spec": mask}):
+        matrix, _ = filter_jacobian(fun, flat=True, **settings)(p)
+        assert matrix.shape == (2, 2)
+    matrix, _ = filter_jacobian(fun, flat=True)({**p, "b": jnp.asarray(0.5)})
+    assert matrix.shape == (2, 3)
+    # In a gradient, there is None in its place.
+    gradient = filter_micro_grad(lambda p, x: total(p) * x)(p, jnp.ones(3))
+    assert gradient["b"] is None

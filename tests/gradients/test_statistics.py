@@ -327,25 +327,28 @@ def test_directions_in_float16():
 
 
 def test_sensitivity(getkey):
+    settings = {"accumulator": Sum(), "nan_safe": True}
     model, x, y = data(getkey(), 7)
     like = eqx.filter(model, eqx.is_inexact_array)
     bounds = jax.tree.map(lambda x: 0.01, like)
-    as_array = filter_micro_grad(loss, clip_norm=np.float32(0.1), accumulator=Sum())
+    as_array = filter_micro_grad(loss, clip_norm=np.float32(0.1), **settings)
     np.testing.assert_allclose(as_array.sensitivity(model), 0.1, rtol=1e-6)
     for clip_norm, expected in ((0.1, 0.1), (bounds, 0.02)):
-        fun = filter_micro_grad(loss, clip_norm=clip_norm, accumulator=Sum())
+        fun = filter_micro_grad(loss, clip_norm=clip_norm, **settings)
         np.testing.assert_allclose(fun.sensitivity(model), expected, rtol=1e-6)
         # All of these gradients are longer than the bound, but that of what is unused.
         both = fun(model, x, y), fun(model, *(np.asarray(a)[1:] for a in (x, y)))
         change = jax.tree.map(np.subtract, *jax.device_get(both))
         change = np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(change)))
         assert 0.8 * expected < change < expected * (1 + 1e-5)
-    weighted = filter_micro_grad(
-        loss, clip_norm=0.1, accumulator=Sum(weights=jnp.full(7, 0.25))
-    )
+    settings["accumulator"] = Sum(weights=jnp.full(7, 0.25))
+    weighted = filter_micro_grad(loss, clip_norm=0.1, **settings)
     np.testing.assert_allclose(
         weighted.sensitivity(model, weight=0.25), 0.025, rtol=1e-6
     )
+    unsafe = filter_micro_grad(loss, clip_norm=0.1, accumulator=Sum())
+    with pytest.warns(UserWarning, match="no bound for an example .* `nan_safe=True`"):
+        np.testing.assert_allclose(unsafe.sensitivity(model), 0.1, rtol=1e-6)
     for fun, match in (
         (weighted, "`weight` must be the largest weight"),
         (filter_micro_grad(loss, clip_norm=0.1), "the accumulator is"),

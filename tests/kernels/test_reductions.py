@@ -14,7 +14,7 @@ from eqxbatch import (
     KernelProduct,
     TopK,
 )
-from ..helpers import assert_same, make_mesh, normal, variants
+from ..helpers import assert_same, make_mesh, memory, normal, variants
 from .kernel_functions import lopsided, rbf
 
 
@@ -161,6 +161,76 @@ def test_entries_of_minus_infinity_among_the_largest():
             assert len({*indices}) == 4
 
 
+def _largest(dense, k):
+    """The columns of the `k` largest entries, NaN first, then by column."""
+    ranked = np.where(np.isnan(dense), np.inf, dense).astype(np.float64)
+    number = np.broadcast_to(~np.isnan(dense), dense.shape)
+    columns = np.broadcast_to(np.arange(dense.shape[1]), dense.shape)
+    return np.lexsort((columns, -ranked, number), axis=1)[:, :k]
+
+
+def _with_ties(rng, shape):
+    """Few different values, among them NaNs and zeros of both signs."""
+    inf, nan = np.inf, np.nan
+    values = np.array([-inf, -1, -0.0, 0.0, 1, inf, nan, -nan], np.float32)
+    assert [*np.signbit(values[-2:])] == [False, True]
+    return rng.choice(values, shape)
+
+
+_DRIVERS = ({}, {"progress": True}, {"mesh": None})
+
+
+@pytest.mark.parametrize("dtype", variants((jnp.float32, jnp.bfloat16), jnp.bfloat16))
+@pytest.mark.parametrize(
+    ("size", "driver"),
+    variants(
+        ((2, 0), ((4, 3), 2), (5, 1), (None, 0), (1, 2), (3, 2)),
+        *(((4, 3), 2), (None, 0), (1, 2)),
+    ),
+)
+def test_equal_entries_and_nans(size, driver, dtype):
+    """`jax.lax.top_k` ranks NaN by its sign bit, which 0 / 0 sets on x86."""
+    settings = {"block_size": size, **_DRIVERS[driver]}
+    if "mesh" in settings:
+        settings["mesh"] = make_mesh(AxisType.Auto, (2,))
+    rng = np.random.default_rng(0)
+    square = np.triu(_with_ties(rng, (11, 11)))
+    square += np.triu(square, 1).T
+    for dense, is_symmetric in ((_with_ties(rng, (9, 13)), False), (square, True)):
+        entries, (rows, columns) = (
+            jnp.asarray(dense, dtype),
+            map(jnp.arange, dense.shape),
+        )
+
+        def kernel(i, j=None, entries=entries):
+            return entries[i[:, None], (i if j is None else j)[None, :]]
+
+        for k in (1, 6):
+            run = filter_batch_kernel(
+                kernel, symmetric=is_symmetric, reduce=TopK(k), **settings
+            )
+            found = run(rows) if is_symmetric else run(rows, columns)
+            expected = _largest(dense, k)
+            np.testing.assert_array_equal(found.indices, expected)
+            values = np.take_along_axis(dense, expected, 1)
+            assert found.values.dtype == dtype
+            np.testing.assert_array_equal(found.values.astype(jnp.float32), values)
+
+
+def test_gradient_of_the_largest_entries():
+    """Of equal entries, the one that is returned has the derivative."""
+    dense = jnp.array([[0.0, -0.0, 1.0, 1.0, 0.0], [2.0, 2.0, 2.0, 0.0, 2.0]])
+    i, j = map(jnp.arange, dense.shape)
+
+    def total(dense):
+        kernel = lambda i, j: dense[i[:, None], j[None, :]]
+        found = filter_batch_kernel(kernel, block_size=2, reduce=TopK(3))(i, j)
+        return jnp.sum(found.values @ jnp.array([1.0, 2.0, 3.0]))
+
+    expected = [[3, 0, 1, 2, 0], [1, 2, 3, 0, 0]]
+    np.testing.assert_array_equal(jax.grad(total)(dense), expected)
+
+
 @pytest.mark.parametrize("dtype", (jnp.int8, jnp.uint8, jnp.bool_, jnp.int32))
 def test_sums_of_rows_of_integers(dtype):
     x = jnp.arange(5)
@@ -280,3 +350,54 @@ def test_the_largest_of_no_rows(columns):
         assert found.values.shape == found.indices.shape == (0, 2)
         with pytest.raises(ValueError, match="number of entries of a row, 0; got 2"):
             kernel(jnp.zeros((4, 3)), jnp.zeros((0, 3)))
+
+
+def _loss(reduce, n, symmetric=True):
+    """Of vectors and of a number of the kernel."""
+
+    def loss(vectors, scale):
+        x = jnp.stack([jnp.linspace(0.0, 3.0, n), jnp.linspace(0.0, 1.0, n) ** 2], 1)
+        kernel = filter_batch_kernel(
+            rbf, block_size=64, symmetric=symmetric, reduce=reduce(vectors)
+        )
+        return jnp.sum(kernel(x, scale=scale) ** 2)
+
+    return loss
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    ("reduce", "argnums"),
+    variants(
+        (
+            (KernelProduct, (0,)),
+            (KernelProduct, (0, 1)),
+            (lambda _: FrobeniusNorm(), (1,)),
+            (lambda v: KernelAlignment(v[:, 0]), (1,)),
+        ),
+        (KernelProduct, (0,)),
+    ),
+)
+def test_gradients_do_not_keep_the_kernel(reduce, argnums):
+    """Blocks and their products are computed again in the backward pass."""
+    sizes = []
+    for n in (256, 1024):
+        gradient = jax.grad(_loss(reduce, n), argnums)
+        sizes.append(
+            memory(gradient, jnp.ones((n, 2)), jnp.ones(())).temp_size_in_bytes
+        )
+    # 16 times the blocks, each of 16 kB.
+    assert sizes[1] < 4 * sizes[0]
+    assert sizes[1] < 1024**2 * 4 / 10
+
+
+def test_second_derivatives_of_products(getkey):
+    n, scale = 70, jnp.asarray(0.7)
+    v = normal(getkey(), (n, 2))
+    x = jnp.stack([jnp.linspace(0.0, 3.0, n), jnp.linspace(0.0, 1.0, n) ** 2], 1)
+    dense = lambda v, scale: jnp.sum((rbf(x, scale=scale) @ v) ** 2)
+    derivatives = jax.jit(
+        lambda of: jax.jvp(jax.value_and_grad(of, (0, 1)), (v, scale), (v, scale)),
+        static_argnums=0,
+    )
+    assert_same(derivatives(_loss(KernelProduct, n)), derivatives(dense), tol=1e-4)

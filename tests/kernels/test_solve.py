@@ -596,6 +596,17 @@ def test_solves_are_not_within_transformations():
     run = lambda y: kernel_solve(operator, y, ridge=0.1).weights
     with pytest.raises(TypeError, match="`kernel_solve` runs a loop in Python"):
         jax.jit(run)(jnp.ones(61))
+
+    def fit(scale, rank):
+        kernel = lambda x, y: scale * x * y
+        settings = {"ridge": 0.1, "pairwise": True, "symmetric": True}
+        x = jnp.arange(3.0)
+        solved = kernel_solve(kernel, x, x, preconditioner_rank=rank, **settings)
+        return solved.weights[0]
+
+    for rank in (0, 1):  # Only the kernel function is traced.
+        with pytest.raises(TypeError, match="`KernelOperator` and `lineax"):
+            jax.grad(fit)(1.0, rank)
     with pytest.raises(TypeError, match=r"`kernel` must be a kernel function.*; got 3"):
         kernel_solve(3, jnp.ones(3), ridge=0.1)
     with pytest.raises(ValueError, match="must be of a symmetric kernel"):
