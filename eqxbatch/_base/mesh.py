@@ -25,7 +25,16 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .jaxprs import constants, equations_in, parameters, vary, varying
+from .jaxprs import (
+    constants,
+    dependent_equations,
+    equations_in,
+    inner_programs,
+    name_of,
+    parameters,
+    vary,
+    varying,
+)
 from .trees import safe_zip
 
 
@@ -137,6 +146,32 @@ def manual_axes() -> frozenset:
     mesh = get_abstract_mesh()
     pairs = safe_zip(mesh.axis_names, mesh.axis_types)
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
+
+
+def coupled_axes(closed: Any, inputs: Sequence[bool]) -> frozenset:
+    """The axes of `jax.shard_map`s over which devices exchange what a program computes.
+
+    This is about what depends on marked inputs.
+    """
+    names: set = set()
+    for outer in dependent_equations(closed.jaxpr, inputs):
+        inner = (eqn for part in inner_programs(outer) for eqn in equations_in(part))
+        for eqn in (outer, *inner):
+            if name_of(eqn) not in _OF_ONE_DEVICE:
+                params = parameters(eqn)
+                for key in ("axes", "axis_name"):
+                    names.update(names_of(params.get(key)))
+    return manual_axes() & names
+
+
+# Primitives that name axes, but exchange nothing.
+_OF_ONE_DEVICE = ("axis_index", "pcast", "pvary")
+
+
+def variation_is_known() -> bool:
+    """Whether JAX knows over which axes arrays vary, as `check_vma=True` says."""
+    names = manual_axes()
+    return varying(jax.typeof(vary(jnp.zeros(()), names))) == names
 
 
 def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Concatenate, Generic, Literal
 
 import equinox as eqx
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
@@ -264,7 +265,7 @@ class LossCurvature(AbstractCurvature):
     forms_rest = False
 
     def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
-        self.program = loss.traced(_IF_WHOLE)
+        self.program = loss.traced_on_device(1, _IF_WHOLE)
         self._checkpoint, self._mode = checkpoint, mode
         self._holomorphic, self.has_aux = loss.holomorphic, loss.has_aux
         self.allows_sites = mode != "rev" and not loss.holomorphic
@@ -360,7 +361,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     ):
         # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
-        self._traced = model.traced(if_whole, run)
+        self._traced = model.traced_on_device(None, if_whole, run)
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
@@ -678,19 +679,33 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         program = curvature.program
         with products_of(program.closed):
             sums, aux = self.total(fun, program, blocks.sums, curvature.aux)
-        sums = [
-            sum_except(x, varying(jax.typeof(leaves[pairs[0][0]])))
-            for pairs, x in safe_zip(blocks.groups, sums)
-        ]
+        groups = (_over_devices(*x, leaves) for x in safe_zip(blocks.groups, sums))
         matrix = arranged(
             diff,
-            [*safe_zip(blocks.groups, sums)],
+            [*itertools.chain.from_iterable(groups)],
             is_block,
             flat=self.flat,
             is_diagonal=is_diagonal,
             is_whole=self.part == "full" and blocks.is_whole,
         )
         return (matrix, aux) if self.has_aux else matrix
+
+
+def _over_devices(
+    pairs: list[Pair], blocks: Array, leaves: list[Array]
+) -> Iterator[tuple[list[Pair], Array]]:
+    """Sums blocks over the devices that have the same parameters, as for a gradient.
+
+    Devices keep their own block of two leaves if one of these differs between them.
+    """
+    kinds = [
+        varying(jax.typeof(leaves[i])) | varying(jax.typeof(leaves[j]))
+        for i, j in pairs
+    ]
+    for names in dict.fromkeys(kinds):
+        which = [i for i, kind in enumerate(kinds) if kind == names]
+        of_names = blocks if len(which) == len(pairs) else blocks[np.array(which)]
+        yield [pairs[i] for i in which], sum_except(of_names, names)
 
 
 class AbstractHessian(AbstractOfLoss, AbstractBySites):
