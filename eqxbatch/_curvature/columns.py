@@ -364,9 +364,21 @@ class AbstractColumns(AbstractReplicated):
         return self.fitting_size("block_size", total, args, kwargs, **settings)
 
 
-def check_mode(mode: str, what: str, reason: str | None) -> None:
-    """Raises `TypeError` if there is a reason why JAX does not have a chosen mode."""
-    if mode != "auto" and reason is not None:
+def check_mode(
+    mode: str,
+    what: str,
+    reason: str | None,
+    fun: Callable[[list], PyTree],
+    point: list[Array],
+) -> None:
+    """Raises `TypeError` if there is a reason why JAX does not have a chosen mode.
+
+    It also raises if JAX does not have the other mode of the function.
+    """
+    if reason is None:
+        return
+    derivative_of(what, fun, point)
+    if mode != "auto":
         raise TypeError(
             f"JAX cannot differentiate {what} with `mode={mode!r}`. Use `mode='auto'`, "
             f"which takes the one that it can. ({reason})"
@@ -559,7 +571,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         except Exception:
             # Asked only here, because it takes another trace of the derivative.
             ask = without_forward_mode if mode == "fwd" else without_reverse_mode
-            check_mode(self.mode, "`fun`", ask(values, leaves))
+            check_mode(self.mode, "`fun`", ask(values, leaves), values, leaves)
             raise
         jacobian = self._arranged(blocks, leaves, diff, out)
         if not self.has_aux:
