@@ -234,6 +234,34 @@ def on_all_devices(
     return mapped, structs
 
 
+def whole_rows(x: Array, axis: int) -> Array:
+    """`x`, of which each device has all rows, if the axes of a mesh are explicit."""
+    if not is_explicit(x) or spec_of(x)[axis] is None:
+        return x
+    spec = [*spec_of(x)]
+    spec[axis] = None
+    mesh = jax.typeof(x).sharding.mesh
+    return reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def spread_rows(x: Array, axis: int, parts: int) -> Array:
+    """`x`, with parts of its rows on all devices of a mesh with automatic axes.
+
+    Fewer parts than devices are on as many of these as divide their number.
+    """
+    names, num = [], 1
+    for name, (size, kind) in mesh_axes(jax.typeof(x)).items():
+        if kind == AxisType.Auto and parts % (num * size) == 0:
+            names.append(name)
+            num *= size
+    if num == 1:
+        return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[axis] = tuple(names)
+    mesh = jax.typeof(x).sharding.mesh
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
 def replicated(x: Array, mesh: Mesh) -> Array:
     """`x`, replicated on all devices."""
     whole = NamedSharding(mesh, PartitionSpec())
