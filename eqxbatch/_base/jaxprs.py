@@ -387,11 +387,19 @@ def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     The result may include outputs that do not, because inner jaxprs are not inspected.
     """
     dependent = _marked(jaxpr.invars, inputs)
+    for eqn in dependent_equations(jaxpr, inputs):
+        dependent.update(eqn.outvars)
+    return [not isinstance(x, jex.Literal) and x in dependent for x in jaxpr.outvars]
+
+
+def dependent_equations(jaxpr: Any, inputs: Sequence[bool]) -> Iterator[Any]:
+    """The equations of a jaxpr that depend on marked inputs, as in `depends`."""
+    dependent = _marked(jaxpr.invars, inputs)
     is_dependent = lambda x: not isinstance(x, jex.Literal) and x in dependent
     for eqn in jaxpr.eqns:
         if any(map(is_dependent, eqn.invars)):
             dependent.update(eqn.outvars)
-    return [*map(is_dependent, jaxpr.outvars)]
+            yield eqn
 
 
 def run_jaxpr(jaxpr: Any, consts: list, args: list) -> list:

@@ -25,7 +25,16 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .jaxprs import constants, equations_in, parameters, vary, varying
+from .jaxprs import (
+    constants,
+    dependent_equations,
+    equations_in,
+    inner_programs,
+    name_of,
+    parameters,
+    vary,
+    varying,
+)
 from .trees import safe_zip
 
 
@@ -139,6 +148,32 @@ def manual_axes() -> frozenset:
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
 
 
+def coupled_axes(closed: Any, inputs: Sequence[bool]) -> frozenset:
+    """The axes of `jax.shard_map`s over which devices exchange what a program computes.
+
+    This is about what depends on marked inputs.
+    """
+    names: set = set()
+    for outer in dependent_equations(closed.jaxpr, inputs):
+        inner = (eqn for part in inner_programs(outer) for eqn in equations_in(part))
+        for eqn in (outer, *inner):
+            if name_of(eqn) not in _OF_ONE_DEVICE:
+                params = parameters(eqn)
+                for key in ("axes", "axis_name"):
+                    names.update(names_of(params.get(key)))
+    return manual_axes() & names
+
+
+# Primitives that name axes, but exchange nothing.
+_OF_ONE_DEVICE = ("axis_index", "pcast", "pvary")
+
+
+def variation_is_known() -> bool:
+    """Whether JAX knows over which axes arrays vary, as `check_vma=True` says."""
+    names = manual_axes()
+    return varying(jax.typeof(vary(jnp.zeros(()), names))) == names
+
+
 def where_it_is(*arrays: Array) -> contextlib.AbstractContextManager:
     """A context in which the mesh of some arrays is set, if there is one."""
     meshes = (jax.typeof(x).sharding.mesh for x in filter(is_on_mesh, arrays))
@@ -197,6 +232,34 @@ def on_all_devices(
         run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names={*order}
     )
     return mapped, structs
+
+
+def whole_rows(x: Array, axis: int) -> Array:
+    """`x`, of which each device has all rows, if the axes of a mesh are explicit."""
+    if not is_explicit(x) or spec_of(x)[axis] is None:
+        return x
+    spec = [*spec_of(x)]
+    spec[axis] = None
+    mesh = jax.typeof(x).sharding.mesh
+    return reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def spread_rows(x: Array, axis: int, parts: int) -> Array:
+    """`x`, with parts of its rows on all devices of a mesh with automatic axes.
+
+    Fewer parts than devices are on as many of these as divide their number.
+    """
+    names, num = [], 1
+    for name, (size, kind) in mesh_axes(jax.typeof(x)).items():
+        if kind == AxisType.Auto and parts % (num * size) == 0:
+            names.append(name)
+            num *= size
+    if num == 1:
+        return x
+    spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+    spec[axis] = tuple(names)
+    mesh = jax.typeof(x).sharding.mesh
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def replicated(x: Array, mesh: Mesh) -> Array:

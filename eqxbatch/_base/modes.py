@@ -58,7 +58,8 @@ def derivative_of(
         raise TypeError(
             f"JAX can differentiate {name} neither in forward nor in reverse mode, but "
             "one of them is needed. Replace a `jax.custom_vjp` by a `jax.custom_jvp`, "
-            "or a `lax.while_loop` by a `lax.scan`. (Forward mode: "
+            "or a `lax.while_loop` by a `lax.scan`; give an ODE solver another "
+            "adjoint, such as `diffrax.DirectAdjoint()`. (Forward mode: "
             f"{no_forward} Reverse mode: {no_reverse})"
         )
     closed = _traced(fun, point)

@@ -50,7 +50,10 @@ from .._base.mesh import (
     on_all_devices,
     outside_of_mesh,
     spec_of,
+    spread_rows,
     structs_on_devices,
+    whole_rows,
+    with_auto_axes,
 )
 from .._base.platforms import number_types, platform
 from .._base.refs import is_ref
@@ -264,6 +267,13 @@ class Batch(eqx.Module):
         args, kwargs = self.arguments(arrays)
         return called(fun, args, kwargs)
 
+    def on_devices_of(self, blocks: "Blocks") -> "Batch":
+        """The batch, of which each device has all rows if there is one part."""
+        if not (blocks.in_order and blocks.parts == 1 < blocks.num):
+            return self
+        arrays = [whole_rows(x, axis) for x, axis in safe_zip(self.arrays, self.axes)]
+        return dataclasses.replace(self, arrays=arrays)
+
     def example(self) -> list[jax.ShapeDtypeStruct]:
         """The types of the batched leaves of one example."""
         return [
@@ -340,8 +350,10 @@ def split_batch(
     _check_lists(args_spec, args, parameters)
     _check_lists(kwargs_spec, kwargs, [*kwargs])
 
+    parts = jtu.tree_leaves((args, kwargs), is_leaf=is_state)
+    in_states = [is_state(part) for part in parts for _ in jtu.tree_leaves(part)]
     arrays, batch_axes, names, shared = [], [], [], []
-    for (path, leaf), axis in safe_zip(paths, axes):
+    for (path, leaf), axis, in_state in safe_zip(paths, axes, in_states):
         if axis is None:
             shared.append(leaf)
             continue
@@ -361,6 +373,12 @@ def split_batch(
                 f"Name one of its {leaf.ndim} axes, or None for an argument that is "
                 "not batched."
             )
+            if in_state:
+                remedy = (
+                    "It is in an `equinox.nn.State`, which is not batched: pass the "
+                    "`axis_name` of the layers that update it, as for batch "
+                    "normalisation with `filter_micro_grad`; or give the state None."
+                )
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
                 f"for its shape {leaf.shape}. "
@@ -445,6 +463,10 @@ class Blocks(eqx.Module):
     the examples `[i * size / parts, (i + 1) * size / parts)` of each. All devices work
     on every microbatch, and no example leaves its device.
 
+    With `in_order`, microbatch `i` holds the examples `[i * size, (i + 1) * size)` all
+    the same, for functions that couple those of a microbatch. The batch is rearranged
+    once, so that each device has the same share of every microbatch.
+
     With `overlaps`, the last microbatch has `size` examples instead, of which the first
     ones are those of the one before. It is the same program then, and no example counts
     twice.
@@ -461,6 +483,7 @@ class Blocks(eqx.Module):
     parts: int = eqx.field(static=True, default=1)
     overlaps: bool = eqx.field(static=True, default=False)
     continues: bool = eqx.field(static=True, default=False)
+    in_order: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self) -> None:
         for name in ("size", "parts"):
@@ -489,6 +512,7 @@ class Block(eqx.Module):
     - `parts`: as in [`eqxbatch.Blocks`][].
     - `total`: the number of all examples, or None if it is not known.
     - `repeated`: how many examples of the microbatch before it are in it, too.
+    - `in_order`: as in [`eqxbatch.Blocks`][].
     """
 
     index: int | Int[Array, ""]
@@ -498,6 +522,7 @@ class Block(eqx.Module):
     parts: int = eqx.field(static=True)
     total: int | None = eqx.field(static=True, default=None)
     repeated: int | Int[Array, ""] = 0
+    in_order: bool = eqx.field(static=True, default=False)
 
     @property
     def num_new(self) -> Int[Array, ""]:
@@ -561,6 +586,8 @@ class Block(eqx.Module):
         if array.shape[axis] < self.size:  # There are no examples at all.
             shape = (*array.shape[:axis], self.size, *array.shape[axis + 1 :])
             return jnp.zeros(shape, array.dtype)
+        if self.in_order:
+            return _rows(whole_rows(array, axis), self.start, self.size, axis)
         if not are_split(array, axis, self.parts):
             return _rows(array, self.start, self.size, axis)
         array = split_parts(array, axis, self.parts)
@@ -617,6 +644,54 @@ def _reshape(
     return jnp.reshape(x, shape, out_sharding=sharding)
 
 
+def rearranged(
+    x: Shaped[Array, "..."], axis: int, blocks: Blocks, *, back: bool = False
+) -> Shaped[Array, "..."]:
+    """The rows of a batch, such that each part has its share of every microbatch.
+
+    Of 8 rows in microbatches of 4 and two parts, these are 0, 1, 4, 5 and 2, 3, 6, 7.
+    With `back`, this is undone. There can be several rows for each example.
+    """
+    if blocks.num <= 1 or x.size == 0:
+        return x
+    if blocks.parts == 1:
+        return whole_rows(x, axis)
+    move = functools.partial(_put_back if back else _dealt, axis=axis, blocks=blocks)
+    # Without this, XLA would give each device all rows on the way.
+    spread = lambda x: spread_rows(x, axis, blocks.parts)
+    run = lambda x: spread(move(spread(x)))
+    return with_auto_axes(run, (x,), lambda _: spec_of(x))
+
+
+def _dealt(x: Array, axis: int, blocks: Blocks) -> Array:
+    num, parts = blocks.num_full, blocks.parts
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    full, *rest = _full_and_rest(x, axis, blocks)
+    full = full.reshape(*before, num, parts, -1, *after)
+    full = jnp.swapaxes(full, axis, axis + 1)
+    shares = [x.reshape(*before, parts, -1, *after) for x in (full, *rest)]
+    return jnp.concatenate(shares, axis + 1).reshape(x.shape)
+
+
+def _put_back(x: Array, axis: int, blocks: Blocks) -> Array:
+    num, parts = blocks.num_full, blocks.parts
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    x = x.reshape(*before, parts, -1, *after)
+    full, *rest = _full_and_rest(x, axis + 1, blocks)
+    full = full.reshape(*before, parts, num, -1, *after)
+    full = jnp.swapaxes(full, axis, axis + 1)
+    shares = [x.reshape(*before, -1, *after) for x in (full, *rest)]
+    return jnp.concatenate(shares, axis)
+
+
+def _full_and_rest(x: Array, axis: int, blocks: Blocks) -> list[Array]:
+    """The rows of full microbatches, and those of the remainder if there are any."""
+    if blocks.remainder == 0:  # JAX 0.7 cannot transpose an empty piece here.
+        return [x]
+    cut = x.shape[axis] * (blocks.total - blocks.remainder) // blocks.total
+    return jnp.split(x, [cut], axis)
+
+
 def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
     """The full microbatch number `index`."""
     first, size = index * blocks.size, blocks.size
@@ -624,7 +699,8 @@ def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
     if blocks.overlaps and not isinstance(index, int):
         start = jnp.minimum(first, blocks.total - size)
         repeated = first - start
-    return Block(index, start, size, False, blocks.parts, blocks.total, repeated)
+    more = blocks.total, repeated, blocks.in_order
+    return Block(index, start, size, False, blocks.parts, *more)
 
 
 def remainder_block(blocks: Blocks) -> Block:
@@ -632,7 +708,8 @@ def remainder_block(blocks: Blocks) -> Block:
     repeated = blocks.size - blocks.remainder if blocks.overlaps else 0
     index, size = blocks.num_full, blocks.remainder + repeated
     start = index * blocks.size - repeated
-    return Block(index, start, size, True, blocks.parts, blocks.total, repeated)
+    more = blocks.total, repeated, blocks.in_order
+    return Block(index, start, size, True, blocks.parts, *more)
 
 
 def block_struct(

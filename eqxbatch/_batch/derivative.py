@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree, Real
 from .._base.backward import backward_of_program
 from .._base.checks import called, check_types, no_arrays_remedy, warn_user
 from .._base.dtypes import weighted_totals, widened
-from .._base.jaxprs import array_structs, is_struct, TracedFunction
+from .._base.jaxprs import array_structs, is_struct, TracedFunction, vary, varying
 from .._base.mesh import vary_as
 from .._base.platforms import num_bytes, platform
 from .._base.trees import described, difference, safe_zip, shown
@@ -270,6 +270,11 @@ class Loss(eqx.Module):
         """
         return vary_as(self.batch.arrays, self.diff)
 
+    def varying_over(self, names: frozenset) -> "Loss":
+        """The same call, with parameters that vary over these axes, too."""
+        diff = jtu.tree_map(lambda x: vary(x, names), self.diff)
+        return dataclasses.replace(self, diff=diff)
+
     def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         """Value and aux for one example, or for a microbatch."""
         value, aux = self.outputs(diff, rows)
@@ -343,6 +348,19 @@ class Loss(eqx.Module):
                     f"axis 0 of all arrays. {if_one}"
                 )
             raise
+
+    def traced_on_device(self, num_outputs: int | None, *args: Any) -> TracedFunction:
+        """Like `traced`, with parameters that vary over devices as outputs do.
+
+        The first `num_outputs` count, or all of them. If there is no batch, they say
+        over which devices the derivatives differ, before these are summed.
+        """
+        program = self.traced(*args)
+        outs = program.closed.out_avals[:num_outputs]
+        names = frozenset().union(*map(varying, outs))
+        if all(names <= varying(jax.typeof(x)) for x in program.leaves):
+            return program
+        return self.varying_over(names).traced(*args)
 
     def _is_of_one(self, *, is_value: bool) -> bool:
         """Whether the function works for one example, along axis 0 of all arrays."""

@@ -67,6 +67,7 @@ from .batch import (
     full_block,
     is_state,
     merge_parts,
+    rearranged,
     remainder_block,
     split_parts,
 )
@@ -441,6 +442,8 @@ def run_blocks(
     batch is one of several, this is one of the `Passes` over them.
     """
     passes = current_passes()
+    if blocks.in_order:
+        arrays = [rearranged(x, axis, blocks) for x, axis in safe_zip(arrays, axes)]
 
     def structs(size: int) -> tuple[list, int, jax.ShapeDtypeStruct | None]:
         pairs = safe_zip(arrays, axes)
@@ -508,6 +511,11 @@ def run_blocks(
         results = dataclasses.replace(run, differentiated=are_inexact).results()
     else:
         results = _loop(run)
+    if blocks.in_order:
+        results = [
+            _in_order(slot, value, result, blocks)
+            for slot, value, result in safe_zip(slots.slots, run.value_structs, results)
+        ]
     if passes is not None:
         results = passes.ended(slots.slots, results, blocks)
     return slots.combine(results)
@@ -524,6 +532,18 @@ def _runs_once(full: Any) -> bool:
     if any(map(calls_host, equations_in(full))):
         return True
     return not custom_backward(full, [True for _ in full.jaxpr.invars]).is_linear
+
+
+def _in_order(slot: OutputAccumulator, value: Any, result: Any, blocks: Blocks) -> Any:
+    """A result, with its rows in the order of the examples."""
+    if not isinstance(slot.accumulator, Concat):
+        return result
+    axis = slot.accumulator.axis_of(value)
+    num = result.shape[axis]
+    # Other rows are those of microbatches and are in order.
+    if value.shape[axis] * blocks.total != num * blocks.size:
+        return result
+    return rearranged(result, axis, blocks, back=True)
 
 
 def _at_once(
@@ -846,8 +866,10 @@ class _Run(eqx.Module):
             condition = in_limit if condition is None else condition & in_limit
 
         def compute(rows: list) -> list[PyTree]:
+            # These have been rearranged.
+            of_parts = dataclasses.replace(block, in_order=False)
             arrays = [
-                block.take(x, axis) if row is None else row
+                of_parts.take(x, axis) if row is None else row
                 for x, axis, row in safe_zip(self.arrays, self.axes, rows)
             ]
             if block.is_remainder:

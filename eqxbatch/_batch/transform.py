@@ -241,15 +241,26 @@ class AbstractMicrobatched(AbstractTransform):
         """
         return False
 
+    @property
+    def couples(self) -> bool:
+        """Whether the examples of a microbatch are coupled, so that it matters which.
+
+        They are then the same on any number of devices.
+        """
+        return False
+
     def blocks(
         self, batch: Batch, args: tuple, kwargs: dict[str, Any], total: int
     ) -> Blocks:
         """How a batch of `total` examples is cut."""
         size = self.fitting_size("microbatch_size", total, args, kwargs)
         parts = num_parts(batch.arrays, batch.axes, total)
+        if self.couples and parts > 1 and isinstance(self.microbatch_size, int):
+            # No other size, which would couple others.
+            return Blocks(total, size, 1 if size % parts else parts, in_order=True)
         # Each part contributes the same share.
         size = min(-(-size // parts) * parts, max(total, 1))
-        blocks = Blocks(total, size, parts)
+        blocks = Blocks(total, size, parts, in_order=self.couples and parts > 1)
         if blocks.remainder == 0 or not self.overlaps:
             return blocks
         if _MOST_REPEATED * total < blocks.num * size - total:

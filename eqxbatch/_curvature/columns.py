@@ -25,8 +25,8 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive, warn_user
 from .._base.dtypes import as_complex, as_real, common_dtype, is_complex, size_groups
-from .._base.jaxprs import TracedFunction
-from .._base.mesh import vary_as
+from .._base.jaxprs import TracedFunction, varying
+from .._base.mesh import coupled_axes, variation_is_known, vary_as
 from .._base.modes import (
     Derivative,
     derivative_of,
@@ -363,9 +363,21 @@ class AbstractColumns(AbstractReplicated):
         return self.fitting_size("block_size", total, args, kwargs, **settings)
 
 
-def check_mode(mode: str, what: str, reason: str | None) -> None:
-    """Raises `TypeError` if there is a reason why JAX does not have a chosen mode."""
-    if mode != "auto" and reason is not None:
+def check_mode(
+    mode: str,
+    what: str,
+    reason: str | None,
+    fun: Callable[[list], PyTree],
+    point: list[Array],
+) -> None:
+    """Raises `TypeError` if there is a reason why JAX does not have a chosen mode.
+
+    It also raises if JAX does not have the other mode of the function.
+    """
+    if reason is None:
+        return
+    derivative_of(what, fun, point)
+    if mode != "auto":
         raise TypeError(
             f"JAX cannot differentiate {what} with `mode={mode!r}`. Use `mode='auto'`, "
             f"which takes the one that it can. ({reason})"
@@ -373,6 +385,21 @@ def check_mode(mode: str, what: str, reason: str | None) -> None:
 
 
 _IF_ONE = "For the Jacobian of each example, pass `in_axes=0`."
+
+
+def _exchanged(program: TracedFunction) -> list:
+    """The axes of `jax.shard_map` over which rows are not those of one device.
+
+    If all devices have the same leaves and outputs, exchanges in between do not matter.
+    If JAX does not know which arrays are the same, they do.
+    """
+    outs = program.closed.out_avals
+    num, total = len(program.leaves), len(program.closed.jaxpr.invars)
+    axes = coupled_axes(program.closed, [i < num for i in range(total)])
+    if axes and variation_is_known():
+        types = [*map(jax.typeof, program.leaves), *outs]
+        axes &= frozenset().union(*map(varying, types))
+    return sorted(axes, key=str)
 
 
 class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generic[P]):
@@ -414,6 +441,9 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         imaginary parts as separate arrays. Complex outputs of real parameters need no
         setting, in either mode.
 
+    Inside `jax.shard_map`, the Jacobian is that of the outputs on each device, in both
+    modes.
+
     **Returns:**
 
     A function with the arguments of `fun` that returns the Jacobian, or
@@ -435,6 +465,8 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         of an inexact dtype, for an unknown `mode`, for sizes below 1, if both
         `block_size` and `num_blocks` are given, for a `microbatch_size` or an
         `accumulator` without `in_axes`, and with it for a budget as `block_size`.
+        Inside `jax.shard_map`, also for `mode="rev"` if `fun` exchanges values that
+        depend on its first argument between devices.
     - `TypeError` for complex arrays without `holomorphic`, for real parameters or
         outputs with it, and for a `fun` that JAX can differentiate in neither mode, or
         not in the given `mode`.
@@ -522,22 +554,23 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         program = fun.traced(None, run, _IF_ONE)
         leaves, (out, _) = program.leaves, program.out
         structs = check_outputs(out)
-        values = lambda leaves: program.one(leaves, [])[: len(structs)]
-        if self.checkpoint:
-            values = jax.checkpoint(values)
+        values = self._values(program, range(len(structs)))
 
-        mode = self._checked_mode(values, leaves, structs)
+        mode = self._checked_mode(program, values, structs)
         log.debug("Jacobian: mode=%r is %r.", self.mode, mode)
         num_columns = sum(x.size for x in leaves)
         total = num_columns if mode == "fwd" else self._num_rows(structs)
         size = self.num_columns(total, args, kwargs)
-        compute = by_columns if mode == "fwd" else by_rows
         try:
-            blocks = compute(values, leaves, structs, size)
+            if mode == "fwd":
+                blocks = by_columns(values, leaves, structs, size)
+            else:
+                again = lambda names: fun.varying_over(names).traced(None, run, _IF_ONE)
+                blocks = self._rows(program, again, structs, size)
         except Exception:
             # Asked only here, because it takes another trace of the derivative.
             ask = without_forward_mode if mode == "fwd" else without_reverse_mode
-            check_mode(self.mode, "`fun`", ask(values, leaves))
+            check_mode(self.mode, "`fun`", ask(values, leaves), values, leaves)
             raise
         jacobian = self._arranged(blocks, leaves, diff, out)
         if not self.has_aux:
@@ -545,8 +578,41 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         _, aux = program.output(program.one(leaves, []))
         return jacobian, aux
 
+    def _values(self, program: TracedFunction, which: Sequence[int]) -> Linear:
+        """Some outputs of a program as a function of its leaves."""
+
+        def values(leaves: list) -> list:
+            outs = program.one(leaves, [])
+            return [outs[i] for i in which]
+
+        return jax.checkpoint(values) if self.checkpoint else values
+
+    def _rows(
+        self,
+        program: TracedFunction,
+        again: Callable[[frozenset], TracedFunction],
+        structs: list,
+        size: int | None,
+    ) -> list[list[Array]]:
+        """The Jacobian by rows; inside `jax.shard_map`, that of this device.
+
+        `again(names)` is the program of leaves that vary over these axes.
+        """
+        # Reverse mode sums over devices that have the same leaves but other outputs.
+        # Columns are those of one device; so are rows, if leaves vary as outputs do.
+        kinds = [varying(x) for x in program.closed.out_avals[: len(structs)]]
+        blocks: dict[int, list[Array]] = {}
+        for names in dict.fromkeys(kinds):
+            which = [i for i, kind in enumerate(kinds) if kind == names]
+            is_same = all(names <= varying(jax.typeof(x)) for x in program.leaves)
+            local = program if is_same else again(names)
+            values, of_names = self._values(local, which), [structs[i] for i in which]
+            rows = by_rows(values, local.leaves, of_names, size)
+            blocks.update(safe_zip(which, rows))
+        return [blocks[i] for i in range(len(structs))]
+
     def _checked_mode(
-        self, values: Callable[[list], list], leaves: list, structs: list
+        self, program: TracedFunction, values: Linear, structs: list
     ) -> Literal["fwd", "rev"]:
         """The mode that needs fewer passes, among those that are differentiable."""
         if self.holomorphic and not all(map(is_complex, structs)):
@@ -556,10 +622,29 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
                 "a function that is not holomorphic, pass real and imaginary parts of "
                 "the parameters as two real arrays, without `holomorphic`."
             )
+        leaves, exchanged = program.leaves, _exchanged(program)
+        exchange = (
+            "`fun` exchanges values that depend on its first argument between devices "
+            f"(along {', '.join(map(repr, exchanged))}), so that reverse mode is about "
+            "the outputs of all devices at once"
+        )
+        if self.mode == "rev" and exchanged:
+            raise ValueError(
+                f"The Jacobian is that of the outputs on each device, but {exchange}. "
+                "Use `mode='fwd'` or `mode='auto'`; got `mode='rev'`."
+            )
         if self.mode != "auto":
             return self.mode
         num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
         is_forward = num_columns <= num_rows
+        if exchanged:
+            if not is_forward:
+                warn_user(
+                    f"The Jacobian of `fun` is computed in forward mode (passes: "
+                    f"{num_columns}) instead of reverse mode (passes: {num_rows}), as "
+                    f"{exchange}. Set `mode='fwd'` to do so without a warning."
+                )
+            return "fwd"
         ask = without_forward_mode if is_forward else without_reverse_mode
         reason = ask(values, leaves)
         if reason is not None:

@@ -10,14 +10,15 @@ import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Concatenate, Generic, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Concatenate, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
@@ -67,6 +68,9 @@ from .columns import (
     with_both_modes,
 )
 from .pytree import arranged, joined, leaves_of_parts, Pair, RequestedBlocks, Unravel
+
+
+_T = TypeVar("_T")
 
 
 # The weights of some examples; None for ones.
@@ -262,7 +266,7 @@ class LossCurvature(AbstractCurvature):
     forms_rest = False
 
     def __init__(self, loss: Loss, mode: Mode = "auto", checkpoint: bool = False):
-        self.program = loss.traced(_IF_WHOLE)
+        self.program = loss.traced_on_device(1, _IF_WHOLE)
         self._checkpoint, self._mode = checkpoint, mode
         self._holomorphic, self.has_aux = loss.holomorphic, loss.has_aux
         self.allows_sites = mode != "rev" and not loss.holomorphic
@@ -270,7 +274,10 @@ class LossCurvature(AbstractCurvature):
 
     def excludes_sites(self, leaves: set[int]) -> bool:
         # Whatever depends on a leaf with sites depends on their outputs.
-        return self._without_forward_mode(leaves) is not None
+        key = frozenset(leaves)
+        if key not in self._answers:
+            self._answers[key] = self._asked(without_forward_mode, sorted(key))
+        return self._answers[key] is not None
 
     def of_sites(
         self, program: Program, requested: RequestedBlocks, counts_cancelled: bool
@@ -285,18 +292,14 @@ class LossCurvature(AbstractCurvature):
     def products(
         self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
-        is_reverse = self._mode == "rev"
-        if not is_reverse:
-            reason = self._without_forward_mode(range(len(self.leaves)))
-            is_reverse = reason is not None
-            check_mode(self._mode, "the gradient of `fun`", reason)
-            if reason is not None:
-                warn_user(
-                    "The gradient has no forward-mode derivative, so it is "
-                    "differentiated in reverse mode, which is slower and takes more "
-                    "memory. Set `mode='rev'` to do so without a warning. "
-                    f"({reason})"
-                )
+        reason = self._without_mode
+        is_reverse = self._mode == "rev" or reason is not None
+        if reason is not None:
+            warn_user(
+                "The gradient has no forward-mode derivative, so it is "
+                "differentiated in reverse mode, which is slower and takes more "
+                f"memory. Set `mode='rev'` to do so without a warning. ({reason})"
+            )
         gradient = self._gradient(rows, weights, axes)
         return hessian_products(gradient, is_reverse=is_reverse, is_single=is_single)
 
@@ -319,22 +322,34 @@ class LossCurvature(AbstractCurvature):
 
         return gradient
 
-    def _without_forward_mode(self, leaves: Iterable[int]) -> str | None:
-        """The reason why the gradient has no forward mode in some leaves, or None."""
-        key = frozenset(leaves)
-        if key not in self._answers:
-            which = sorted(key)
-            point = [self.leaves[i] for i in which]
+    @functools.cached_property
+    def _without_mode(self) -> str | None:
+        """The reason why the gradient lacks the mode that is asked for, or None.
 
-            def ask(rows: list) -> str | None:
-                gradient = self._gradient(rows)
-                changed = lambda values: replaced(self.leaves, which, values)
-                return without_forward_mode(
-                    lambda values: gradient(changed(values), which), point
-                )
+        Raises `TypeError` if it lacks both modes, or the one that is chosen.
+        """
+        is_reverse = self._mode == "rev"
+        ask = without_reverse_mode if is_reverse else without_forward_mode
 
-            self._answers[key] = self.program.at_example(ask)
-        return self._answers[key]
+        def checked(gradient: Linear, point: list[Array]) -> str | None:
+            reason = ask(gradient, point)
+            check_mode(self._mode, "the gradient of `fun`", reason, gradient, point)
+            return reason
+
+        return self._asked(checked, range(len(self.leaves)))
+
+    def _asked(
+        self, ask: Callable[[Linear, list[Array]], _T], which: Sequence[int]
+    ) -> _T:
+        """The untraced answer of `ask(gradient, point)`, about these leaves."""
+        point = [self.leaves[i] for i in which]
+
+        def of_example(rows: list) -> _T:
+            gradient = self._gradient(rows)
+            changed = lambda values: replaced(self.leaves, which, values)
+            return ask(lambda values: gradient(changed(values), which), point)
+
+        return self.program.at_example(of_example)
 
 
 class GaussNewtonCurvature(AbstractCurvature):
@@ -358,7 +373,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     ):
         # Complex outputs count as their real and imaginary parts.
         run = lambda diff, rows: as_real(model.outputs(diff, rows)[0])
-        self._traced = model.traced(if_whole, run)
+        self._traced = model.traced_on_device(None, if_whole, run)
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
@@ -378,7 +393,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         def ask(rows: list) -> bool:
             loss = lambda outs: self._loss_of(outs, rows)
             outs = self._traced.one(self.leaves, rows)
-            return without_reverse_mode(loss, outs) is None
+            reason = without_reverse_mode(loss, outs)
+            check_mode("auto", "`loss`", reason, loss, outs)
+            return reason is None
 
         return jax.grad if self._traced.at_example(ask) else jax.jacfwd
 
@@ -389,7 +406,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         def ask(rows: list) -> bool:
             gradient = self._gradient(lambda outs: self._loss_of(outs, rows))
             outs = self._traced.one(self.leaves, rows)
-            return without_forward_mode(gradient, outs) is not None
+            reason = without_forward_mode(gradient, outs)
+            check_mode("auto", "the gradient of `loss`", reason, gradient, outs)
+            return reason is not None
 
         return self._traced.at_example(ask)
 
@@ -687,19 +706,33 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         program = curvature.program
         with products_of(program.closed):
             sums, aux = self.total(fun, program, blocks.sums, curvature.aux)
-        sums = [
-            sum_except(x, varying(jax.typeof(leaves[pairs[0][0]])))
-            for pairs, x in safe_zip(blocks.groups, sums)
-        ]
+        groups = (_over_devices(*x, leaves) for x in safe_zip(blocks.groups, sums))
         matrix = arranged(
             diff,
-            [*safe_zip(blocks.groups, sums)],
+            [*itertools.chain.from_iterable(groups)],
             is_block,
             flat=self.flat,
             is_diagonal=is_diagonal,
             is_whole=self.part == "full" and blocks.is_whole,
         )
         return (matrix, aux) if self.has_aux else matrix
+
+
+def _over_devices(
+    pairs: list[Pair], blocks: Array, leaves: list[Array]
+) -> Iterator[tuple[list[Pair], Array]]:
+    """Sums blocks over the devices that have the same parameters, as for a gradient.
+
+    Devices keep their own block of two leaves if one of these differs between them.
+    """
+    kinds = [
+        varying(jax.typeof(leaves[i])) | varying(jax.typeof(leaves[j]))
+        for i, j in pairs
+    ]
+    for names in dict.fromkeys(kinds):
+        which = [i for i, kind in enumerate(kinds) if kind == names]
+        of_names = blocks if len(which) == len(pairs) else blocks[np.array(which)]
+        yield [pairs[i] for i in which], sum_except(of_names, names)
 
 
 class AbstractHessian(AbstractOfLoss, AbstractBySites):

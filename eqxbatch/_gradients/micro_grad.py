@@ -273,6 +273,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return is_known and has_sums and is_whole and not couples
 
     @property
+    def couples(self) -> bool:
+        return self.axis_name is not None
+
+    @property
     def needs_norms(self) -> bool:
         """Whether the norms of per-example gradients are computed."""
         settings = self.clip_norm, self.scale
@@ -332,6 +336,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
+        batch = batch.on_devices_of(blocks)
+        loss = dataclasses.replace(loss, batch=batch)
         example = self._example(loss)
         if example is not None and not example.backward.is_linear:
             # With shares of two microbatches, gradients would be formed; see
@@ -567,16 +573,18 @@ class MicroValueAndGrad(
         arguments that a dict does not name.
     - `axis_name`: a name for the axis of the examples of a microbatch, if layers of the
         model couple them, as `equinox.nn.BatchNorm` does in training mode. Collectives
-        over it act within a microbatch. An `equinox.nn.State` is then shared by all
-        examples. If `fun` returns it, as in `(value, state)`, this counts as `has_aux`,
-        and those of the microbatches are merged into one: floats are averaged over the
-        examples, and of flags and counters, the last are returned. There are no
-        per-example gradients.
+        over it act within a microbatch, which has the same examples on any number of
+        devices. An `equinox.nn.State` is then shared by all examples. If `fun` returns
+        it, as in `(value, state)`, this counts as `has_aux`, and those of the
+        microbatches are merged into one: floats are averaged over the examples, and of
+        flags and counters, the last are returned. There are no per-example gradients.
     - `batched`: whether `fun` is the loss of a whole microbatch instead. This requires
         an `accumulator`: `Mean()` if the loss is a mean over its examples, `Sum()` if
         it is a sum. Value and gradient are then exact for any microbatch size, provided
-        that `fun` does not couple examples. For `Mean(weights=w)`, the loss must be the
-        mean with the same weights: pass `w` to `fun` as a batched argument as well.
+        that `fun` does not couple examples. If it does, results also depend on the
+        number of devices: on a mesh, a microbatch has an equal share of the rows of
+        each. For `Mean(weights=w)`, the loss must be the mean with the same weights:
+        pass `w` to `fun` as a batched argument as well.
     - `microbatch_size`: the number of examples in a microbatch, at least 1. It need not
         divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest
         size that fits; `None` means `n`.

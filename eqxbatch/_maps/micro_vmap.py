@@ -99,7 +99,8 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         for an `equinox.nn.State`: its floats are averaged over all microbatches, and of
         other arrays, such as counters, the last one is returned.
     - `axis_name`: a name for the mapped axis, for collectives. They act within one
-        microbatch, not over the whole batch.
+        microbatch, not over the whole batch. A microbatch then has the same examples on
+        any number of devices.
     - `axis_size`: the number of examples, needed only if no argument is mapped.
     - `microbatch_size`: the number of examples that are computed at a time, at least 1.
         It need not divide the batch size `n`. An [`eqxbatch.MemoryBudget`][] chooses
@@ -210,6 +211,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         batch = split_batch(self.fun, self.in_axes, args, kwargs)
         total = batch.total(self.axis_size)
         blocks = self.blocks(batch, args, kwargs, total)
+        batch = batch.on_devices_of(blocks)
         weights = self._padding(total)
         arrays, axes, split = with_weights(batch.arrays, batch.axes, weights)
         padding = Padding.of(batch.arrays, batch.axes, weights)
@@ -252,6 +254,10 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
     def overlaps(self) -> bool:
         is_whole = self.num_real_microbatches is None
         return is_whole and self.axis_name is None and all_count_new(self.accumulator)
+
+    @property
+    def couples(self) -> bool:
+        return self.axis_name is not None
 
     def _run_on_mesh(
         self, batch: Batch, if_whole: str | None
@@ -445,7 +451,8 @@ class Microbatch(AbstractMicrobatch[P, Out]):
 
     - `fun`: a function of arrays with `n` examples along some axis. It is called with
         microbatches: contiguous blocks of `microbatch_size` examples; the last one may
-        be shorter. Arguments and results may be any PyTrees, including modules.
+        be shorter. On a mesh, a microbatch has such a block of the rows of each device.
+        Arguments and results may be any PyTrees, including modules.
     - `in_axes`: the batch axes of the arguments: a prefix of the tuple of positional
         arguments, with ints, `None` (not batched), or callables from a leaf to these;
         or a dict from argument names to such prefixes. As for `equinox.filter_vmap`,

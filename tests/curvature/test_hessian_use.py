@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import lineax
 import numpy as np
 import pytest
+from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -166,6 +167,25 @@ def truth(model, loss, w, x, y):
     return jnp.concatenate(rows, -1), slopes, curves
 
 
+def solver(step):
+    """Two steps of `step`, which is `sin`, in loops of a dynamic length."""
+
+    def run(z, num):
+        body = lambda carry: (carry[0] + 1, step(carry[1]))
+        return lax.while_loop(lambda carry: carry[0] < num, body, (0, z))[1]
+
+    def backward(z, g):
+        body = lambda carry: (carry[0] - 1, carry[1] * jnp.cos(run(z, carry[0] - 1)))
+        return (lax.while_loop(lambda carry: carry[0] > 0, body, (2, g))[1],)
+
+    @jax.custom_vjp
+    def solve(z):
+        return run(z, 2)
+
+    solve.defvjp(lambda z: (run(z, 2), z), backward)
+    return solve
+
+
 @pytest.mark.usefixtures("x64")
 class TestModes:
     @pytest.mark.flags
@@ -192,6 +212,40 @@ class TestModes:
                 filter_hessian(loss, in_axes=0, **settings)(w, x)
         with pytest.raises(TypeError, match="forward-mode"):
             filter_hvp(loss, in_axes=0, mode="fwd")(w, vector, x)
+
+    @pytest.mark.flags
+    @pytest.mark.versions
+    def test_gradients_that_are_loops(self, getkey):
+        """As of an ODE solver that stores some steps, and computes others again."""
+        w, x = normal(getkey(), (3,), float), normal(getkey(), (4, 3), float)
+        vector, twice = jnp.arange(3.0), lambda z: jnp.sin(jnp.sin(z))
+        loss_of = lambda fun: lambda w, x: jnp.sum(fun(w * x))
+        expected = dense(loss_of(twice), w, x)
+        # JAX cannot transpose the loop of the backward pass.
+        loss = loss_of(solver(jnp.sin))
+        close(filter_hvp(loss, in_axes=0)(w, vector, x), expected @ vector)
+        close(filter_hessian(loss, in_axes=0, mode="fwd")(w, x), expected)
+        got = filter_hessian_diagonal(loss, in_axes=0)(w, x)
+        close(got, np.diagonal(expected))
+        with pytest.raises(TypeError, match=r"with `mode='rev'`. Use `mode='auto'`"):
+            filter_hvp(loss, in_axes=0, mode="rev")(w, vector, x)
+        # No mode is recommended that fails, and none is tried with a warning.
+        loss = loss_of(solver(only_backwards))
+        neither = r"the gradient of `fun` neither in .* another adjoint, such as"
+        for transform in (filter_hessian, filter_hessian_diagonal):
+            with pytest.raises(TypeError, match=neither):
+                transform(loss, in_axes=0)(w, x)
+        for mode in ("auto", "fwd", "rev"):
+            with pytest.raises(TypeError, match=neither):
+                filter_hvp(loss, in_axes=0, mode=mode)(w, vector, x)
+        # A Gauss-Newton matrix needs first derivatives only.
+        outs, cube = solver(only_backwards), lambda out, x: jnp.sum(out**3)
+        product = filter_ggnvp(lambda w, x: outs(w * x), cube)(w, vector, x)
+        plain = filter_ggnvp(lambda w, x: twice(w * x), cube)(w, vector, x)
+        close(product, plain)
+        # The same for the loss of an output.
+        with pytest.raises(TypeError, match="gradient of `loss` neither in forward"):
+            filter_ggnvp(jnp.multiply, lambda out, x: jnp.sum(outs(out)))(w, vector, x)
 
     def test_warnings_point_to_the_line_of_the_user(self):
         class Model(eqx.Module):
