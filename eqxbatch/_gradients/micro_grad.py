@@ -338,7 +338,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         blocks = self.blocks(batch, args, kwargs, batch.total())
         batch = batch.on_devices_of(blocks)
         loss = dataclasses.replace(loss, batch=batch)
-        example = self._example(loss)
+        example = None
+        if explicit_mesh(loss) is None:  # Otherwise, it is traced with automatic axes.
+            example = self._example(loss)
         if example is not None and not example.backward.is_linear:
             # With shares of two microbatches, gradients would be formed; see
             # `gradient_of_nonlinear`.
@@ -375,12 +377,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return [x for x in jtu.tree_leaves(self.clip_norm) if np.ndim(x)]
 
     def _example(self, loss: Loss) -> "_Example | None":
-        """The loss of one example, traced; None if there is no such loss.
-
-        On an explicit mesh, it is traced where its axes are automatic.
-        """
-        is_whole = self.batched or self.axis_name is not None
-        if is_whole or explicit_mesh(loss) is not None:
+        """The loss of one example, traced; None if there is no such loss."""
+        if self.batched or self.axis_name is not None:
             return None
         program = loss.traced(_IF_WHOLE)
         return _Example(program, backward_of_program(program))
@@ -416,8 +414,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return gradient_of_microbatch(loss)
         # A running mean is chosen to avoid sums, so no sum is formed.
         is_mean = is_running(self.gradient_accumulator)
-        if traced is None:
+        if self.axis_name is not None:
             return gradient_of_coupled(loss, is_mean)
+        assert traced is not None
         example, backward = traced
         functions = {"transform": self.transform, "metrics": self.metrics}
         functions = {name: f for name, f in functions.items() if f is not None}
