@@ -693,8 +693,10 @@ class MemoryBudget(eqx.Module):
     size needs two parts as well, and XLA may allocate memory for both at once.
 
     On CPUs, XLA gives some products, with what follows them, to a library (YNNPACK),
-    whose memory it reports as 0. Candidates are compiled without that library, so
-    their figure is a bound: the program that runs may use less.
+    whose memory it reports as 0. Candidates are compiled without that library, which
+    reports what products and attention take at most. What libraries allocate within a
+    convolution or a decomposition (LAPACK) is not reported: leave room for as much as
+    the largest inputs of the gradient of a convolution.
 
     The logger `eqxbatch` reports at `logging.DEBUG` what was compiled, how long it
     took, and which size was chosen.
