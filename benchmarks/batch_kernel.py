@@ -26,7 +26,7 @@ from sklearn.datasets import load_digits
 
 from eqxbatch import EmpiricalNTK, filter_batch_kernel, ZarrStore
 from . import harness
-from .harness import Bar, OURS
+from .harness import Bar, OURS, temporaries
 from .kernels import CNN, Peer, ratios, timed
 from .neural_tangents.models import arc_cosine
 
@@ -42,15 +42,9 @@ def rbf(x1: Any, x2: Any = None, *, scale: float = 1.5) -> jax.Array:
     return jnp.exp(-distances / (2 * scale**2))
 
 
-def temporaries(fun: Callable, n: int) -> int:
+def temporaries_of(fun: Callable, n: int) -> int:
     x = jax.ShapeDtypeStruct((n, 64), jnp.float32)
-    return (
-        jax.jit(lambda x: fun(x))
-        .lower(x)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-    )
+    return temporaries(jax.jit(lambda x: fun(x)).lower(x))
 
 
 def runner(fun: Callable, *args: Any) -> Callable[[], float]:
@@ -77,8 +71,8 @@ def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
         ways = {DENSE: dense, **blocked}
         programs = {key: runner(fun, x) for key, fun in ways.items()}
         found, seconds = ratios(programs, 5 if quick else 25)
-        flat = [temporaries(blocked[OURS], n) for n in (2048, 8192)]
-        whole = temporaries(dense, 2048) or 1
+        flat = [temporaries_of(blocked[OURS], n) for n in (2048, 8192)]
+        whole = temporaries_of(dense, 2048) or 1
         title = f"{name}, {len(x):,} digits by {size}"
         for way in (DENSE, "every block"):
             lines.append(f"| {title} | {way} | {found[way]:.2f} |")

@@ -17,7 +17,7 @@ from zodiax import diffops
 
 from eqxbatch import filter_hessian, filter_hessian_diagonal, filter_jacobian
 from . import harness
-from .harness import Bar, bars_of, Case, measure, OURS, results, Row
+from .harness import Bar, bars_of, Case, measure, OURS, results, Row, temporaries
 from .kernels import ratios, timed
 
 
@@ -403,16 +403,15 @@ def flat_bars() -> list[Bar]:
     """Temporaries do not grow with the number of blocks of a Jacobian."""
     job = spectrum_job(False)
 
-    def temporaries(size: int) -> int:
+    def taken(size: int) -> int:
         way = jacobians(job, size)[OURS]
-        program = jax.jit(way).lower(*job.args).compile()
-        return program.memory_analysis().temp_size_in_bytes
+        return temporaries(jax.jit(way).lower(*job.args))
 
-    most = temporaries(job.size)
+    most = taken(job.size)
     return [
         Bar(
             f"{job.name}: temporaries by {size}, of those by {job.size}",
-            temporaries(size) / most,
+            taken(size) / most,
             SLACK,
         )
         for size in (5, 1)

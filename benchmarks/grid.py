@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from eqxbatch import filter_grid_vmap, Mean
-from .harness import Bar, bars_of, Case, measure, OURS, results
+from .harness import Bar, bars_of, Case, measure, OURS, results, temporaries
 
 
 NAME = "grid"
@@ -113,12 +113,11 @@ def landscape(points: int, inputs: int) -> Case:
 def flat_bars() -> list[Bar]:
     """Temporaries do not grow with the grid."""
 
-    def temporaries(models: int) -> int:
+    def taken(models: int) -> int:
         case = ensemble(models, 1024, 256)
-        compiled = jax.jit(case.ways[OURS]).lower(*case.args).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        return temporaries(jax.jit(case.ways[OURS]).lower(*case.args))
 
-    growth = temporaries(32) / temporaries(2)
+    growth = taken(32) / taken(2)
     return [Bar("temporaries for 16 times the models, of those for 1", growth, 1.001)]
 
 

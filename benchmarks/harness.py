@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 
+from eqxbatch._base.platforms import memory_options
+
 
 OURS = "eqxbatch"
 PEERS = ("adv-jax-math", "jax-privacy", "zodiax", "folx")
@@ -115,12 +117,12 @@ def measure(
     compiled = compiled or compile_ways(case)
     if not _judges_times:
         jax.block_until_ready(compiled[OURS](*case.args))
-        memory = _temporaries(compiled)
+        memory = _temporaries(case, compiled)
         return summarise(case, {name: [math.nan] for name in compiled}, memory)
     for program in compiled.values():
         jax.block_until_ready(program(*case.args))
     times: dict[str, list[float]] = {name: [] for name in compiled}
-    memory = _temporaries(compiled)
+    memory = _temporaries(case, compiled)
     order = list(compiled)
     shuffle = random.Random(0).shuffle
     rows: list[Row] = []
@@ -140,10 +142,20 @@ def measure(
     return rows
 
 
-def _temporaries(compiled: dict[str, Any]) -> dict[str, int]:
+def temporaries(lowered: Any) -> int:
+    """The bytes of temporary memory of a lowered program.
+
+    It is compiled for this alone, with options under which XLA reports all of it.
+    """
+    options = memory_options(jax.default_backend())
+    compiled = lowered.compile(compiler_options=options or None)
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _temporaries(case: Case, compiled: dict[str, Any]) -> dict[str, int]:
     return {
-        name: program.memory_analysis().temp_size_in_bytes
-        for name, program in compiled.items()
+        name: temporaries(jax.jit(case.ways[name]).lower(*case.args))
+        for name in compiled
     }
 
 

@@ -17,7 +17,7 @@ import jax.random as jr
 from jax import lax
 
 from eqxbatch import filter_ggn, filter_ggn_diagonal, filter_kfac
-from .harness import Bar, bars_of, Case, measure, OURS, results, Row
+from .harness import Bar, bars_of, Case, measure, OURS, results, Row, temporaries
 
 
 NAME = "kfac"
@@ -328,8 +328,7 @@ def memory_bars(quick: bool) -> list[Bar]:
         for repeats in (1, 4):
             many = dataclasses.replace(job, x=jnp.concatenate([job.x] * repeats))
             way = many.way(filter_kfac, **LABELS, microbatch_size=size)
-            program = jax.jit(way).lower(*many.args).compile()
-            found.append(program.memory_analysis().temp_size_in_bytes)
+            found.append(temporaries(jax.jit(way).lower(*many.args)))
         name = f"{job.name}: temporaries with 4 times the examples, of those before"
         bars.append(Bar(name, found[1] / found[0], 1.05))
     return bars

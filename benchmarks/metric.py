@@ -18,7 +18,16 @@ import jax.random as jr
 import numpy as np
 
 from eqxbatch import EmpiricalNTK, filter_kfac, Projection
-from .harness import Bar, bars_of, Case, judges_times, measure, OURS, results
+from .harness import (
+    Bar,
+    bars_of,
+    Case,
+    judges_times,
+    measure,
+    OURS,
+    results,
+    temporaries,
+)
 
 
 NAME = "metric"
@@ -201,8 +210,7 @@ def growth(num: int) -> Bar:
     sizes = []
     for images in (num, 2 * num):
         case = variances(images)
-        compiled = jax.jit(case.ways[OURS]).lower(*case.args).compile()
-        sizes.append(compiled.memory_analysis().temp_size_in_bytes)
+        sizes.append(temporaries(jax.jit(case.ways[OURS]).lower(*case.args)))
     name = "variances: temporaries of twice as many images"
     return Bar(name, sizes[1] / sizes[0], 1.05)
 
@@ -222,8 +230,8 @@ def outputs(num: int, outputs: int, width: int) -> tuple[str, list[Bar]]:
         static,
     )
     args = arrays, metric, x[:num]
-    compiled = jax.jit(way).lower(*args).compile()
-    megabytes = compiled.memory_analysis().temp_size_in_bytes / 1e6
+    lowered = jax.jit(way).lower(*args)
+    megabytes, compiled = temporaries(lowered) / 1e6, lowered.compile()
     jax.block_until_ready(compiled(*args))
     start = time.perf_counter()
     jax.block_until_ready(compiled(*args))

@@ -176,8 +176,27 @@ def test_lowest_versions_are_those_of_the_project():
     project = (ROOT / "pyproject.toml").read_text()
     for line in (ROOT / ".ci" / "lowest.txt").read_text().split():
         name, version = line.split("==")
-        (declared,) = re.findall(rf'^    "{name}>=([\d.]+)",$', project, re.M)
+        (declared,) = re.findall(
+            rf'^    "{name}>=([\d.]+)(?:,!=[\d.]+)*",$', project, re.M
+        )
         assert declared == version
+
+
+WRONG = runpy.run_path(str(ROOT / ".ci" / "wrong_releases.py"))
+
+
+def test_wrong_releases_are_excluded():
+    expected = [release.version for release in WRONG["RELEASES"]]
+    for name in ("jax", "jaxlib"):
+        (line,) = (x for x in PROJECT["dependencies"] if re.match(rf"{name}>", x))
+        assert re.findall(r"!=([\d.]+)", line) == expected
+    page = (ROOT / "docs" / "exact.md").read_text()
+    assert all(version in page for version in expected)
+
+
+@pytest.mark.versions
+def test_this_release_is_not_known_to_be_wrong():
+    assert [*WRONG["problems"]()] == []
 
 
 @pytest.mark.docs

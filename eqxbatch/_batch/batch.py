@@ -55,7 +55,7 @@ from .._base.mesh import (
     whole_rows,
     with_auto_axes,
 )
-from .._base.platforms import number_types, platform
+from .._base.platforms import memory_options, number_types, platform
 from .._base.refs import is_ref
 from .._base.trees import (
     described,
@@ -783,23 +783,19 @@ def _works(call: Callable[[list], Any], rows: list) -> bool:
 _FIRST = 16
 
 
-# The program that runs is one more.
-_MAX_COMPILATIONS = 3
+# The program that runs is one more. Two or three suffice unless memory has a kink, as
+# where another method becomes cheaper.
+_MAX_COMPILATIONS = 4
 
 
-# A size is large enough if it is this fraction of the largest that should fit: a few
-# more microbatches cost less than another compilation.
-_ENOUGH = 0.6
+# A size is large enough if the largest that should fit is at most this many times as
+# large: a few more microbatches cost less than another compilation.
+_ENOUGH = 1.3
 
 
 # A first guess assumes that memory is proportional to the size. It is a little low
 # because layouts and padding grow, and a guess that does not fit costs another one.
 _CAUTION = 0.94
-
-
-# XLA for CPUs assigns memory before LLVM optimises the code. Optimisation takes up to
-# half of the time and does not change the memory.
-_OPTIONS: dict[str, Any] = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
 class MemoryBudget(eqx.Module):
@@ -814,11 +810,17 @@ class MemoryBudget(eqx.Module):
     Candidates are compiled, but not run, and XLA's reported memory is read. The first
     candidate is a small size; the second one should need slightly less than the budget.
     Memory is roughly `fixed + slope * size`, so these two predict the largest size that
-    fits; if the second one is less than 60% of it, a larger one is tried. This takes at
-    most three compilations, once for each function and shapes of its arguments. The
-    chosen size is always one that was compiled and found to fit. If the whole batch
-    does not fit, it runs in at least two parts: a larger size needs two parts as well,
-    and XLA may allocate memory for both at once.
+    fits; if it is more than 1.3 times the second one, a third one is tried, and a
+    fourth one where that leaves as much room. This is done once for each function and
+    shapes of its arguments. The chosen size is always one that was compiled and found
+    to fit. If the whole batch does not fit, it runs in at least two parts: a larger
+    size needs two parts as well, and XLA may allocate memory for both at once.
+
+    On CPUs, XLA gives some products, with what follows them, to a library (YNNPACK),
+    whose memory it reports as 0. Candidates are compiled without that library, which
+    reports what products and attention take at most. What libraries allocate within a
+    convolution or a decomposition (LAPACK) is not reported: leave room for as much as
+    the largest inputs of the gradient of a convolution.
 
     The logger `eqxbatch` reports at `logging.DEBUG` what was compiled, how long it
     took, and which size was chosen.
@@ -1049,9 +1051,9 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBy
         program, structs = on_all_devices(program, args)
     else:
         structs = structs_on_devices(args)
-    options = _OPTIONS.get(jax.default_backend())
     with outside_of_mesh():
         lowered = jax.jit(program).lower(*structs)
+        options = memory_options(jax.default_backend())
         stats = lowered.compile(compiler_options=options).memory_analysis()
     if stats is None:
         # Only for the message: it names the backend that was compiled for.
@@ -1086,9 +1088,10 @@ def fit_size(
 ) -> int:
     """A size in `[1, largest]` that fits into `budget`, close to the largest such size.
 
-    Assumes that the sum of `bytes_at(size)` is roughly affine and increasing, and calls
-    it at most three times. If it is not, the returned size still fits, but much larger
-    ones may fit, too.
+    Assumes that the sum of `bytes_at(size)` is roughly affine and increasing, or that
+    it is so on both sides of a kink, and calls it at most four times: a fourth time
+    only if the size is far below what should fit. If it is neither, the returned size
+    still fits, but much larger ones may fit, too.
 
     Raises `ValueError` if not even size 1 fits.
     """
@@ -1108,18 +1111,23 @@ def fit_size(
             "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
             "result for each example, an accumulator such as `Sum` keeps only one."
         )
+    half = -(-largest // 2)
     while len(measured) < _MAX_COMPILATIONS:
         predicted = _predict(budget, largest, measured)
         exact, lower = (
             _useful(size, largest) for size in (predicted, int(_CAUTION * predicted))
         )
         best = max((size for size in measured if fits(size)), default=0)
-        if len(measured) > 1 and best >= _ENOUGH * (exact + 1):
+        # Nothing between a half and all has fewer blocks than a half.
+        most = half if predicted < largest else largest
+        if len(measured) > 1 and (best >= most or _ENOUGH * best > predicted):
             break
-        # Guesses are low, so that one fits even if memory is not affine.
-        is_last = len(measured) == _MAX_COMPILATIONS - 1
-        cautious = exact if exact == largest and not is_last else lower
-        if len(measured) == 1 and exact < largest:
+        # Guesses are low, so that one fits even if memory is not affine. But a half is
+        # tried if it should fit, and all rows at once, at first.
+        is_first = len(measured) == 1
+        is_exact = exact == half < largest or (exact == largest and is_first)
+        cautious = exact if is_exact else lower
+        if is_first and exact < largest:
             # Far enough from the first one to estimate the slope.
             cautious = max(cautious, min(best + best // 2, largest))
         guesses = [guess for guess in (cautious, exact) if guess not in measured]

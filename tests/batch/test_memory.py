@@ -4,7 +4,10 @@ import functools
 import itertools
 import logging
 import os
+import random
 import re
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -31,7 +34,7 @@ from eqxbatch import (
     MonteCarloKernel,
     Sum,
 )
-from eqxbatch._base.platforms import for_platform, GPU
+from eqxbatch._base.platforms import for_platform, GPU, memory_options
 from eqxbatch._batch import batch as batch_module
 from eqxbatch._batch.batch import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import pairings
@@ -108,9 +111,10 @@ def test_figures_are_those_of_optimised_programs(monkeypatch):
     found = batch_module.compiled_bytes(run, operands)
     assert found.outputs > 0
     # The tests do not optimise either, but for this one.
-    options = {"xla_backend_optimization_level": 3}
+    options = memory_options("cpu", optimised=True)
+    options |= {"xla_backend_optimization_level": 3}
     options |= {"xla_llvm_disable_expensive_passes": False}
-    monkeypatch.setattr(batch_module, "_OPTIONS", {"cpu": options})
+    monkeypatch.setattr(batch_module, "memory_options", lambda backend: options)
     assert batch_module.compiled_bytes(run, operands) == found
 
 
@@ -391,7 +395,7 @@ def fit(budget, largest, bytes_at):
     """The size that is found, and the sizes that it took."""
     calls = []
     got = fit_size(budget, largest, lambda size: calls.append(size) or bytes_at(size))
-    assert len(calls) <= 3
+    assert len(calls) <= 4
     assert len(set(calls)) == len(calls)
     assert got in calls
     assert sum(bytes_at(got)) <= budget
@@ -411,9 +415,11 @@ def test_fit_of_affine_programs(fixed, slope, outputs):
         got, calls = fit(budget, largest, bytes_at)
         best = max(s for s in range(1, largest + 1) if sum(bytes_at(s)) <= budget)
         # Between a half and all, there is little to win.
-        assert got >= 0.6 * best or 2 * got >= largest, case
-        # What has nothing but outputs beside what grows is found at once.
-        assert len(calls) <= (2 if not fixed and best > 24 else 3), case
+        assert 1.3 * got >= best or 2 * got >= largest, case
+        # What has nothing but outputs beside what grows is found at once. A fourth one
+        # finds that all rows fit, where a half does.
+        most = 2 if not fixed and best > 24 else 3
+        assert len(calls) <= most + (got == largest), case
 
 
 @pytest.mark.parametrize("step", (10, 100, 1000))
@@ -430,6 +436,48 @@ def test_fit_of_programs_that_grow_faster_at_first():
     got, calls = fit(3000, 5000, bytes_at)
     assert got >= 180
     assert len(calls) == 3
+
+
+def test_fit_behind_a_flat_part():
+    # Another method, whose memory grows with the size, is cheaper from 100 on.
+    bytes_at = lambda size: CompiledBytes(2000 + size if size < 100 else 6 * size, 0)
+    got, calls = fit(20_000, 10_007, bytes_at)
+    assert 1.3 * got >= 20_000 / 6
+    assert len(calls) == 4
+    # Three suffice if a half fits, which is as good as what lies between it and all.
+    got, calls = fit(40_000, 10_007, bytes_at)
+    assert got == 5_004
+    assert len(calls) == 3
+
+
+def random_curve(random):
+    """Bytes by size: affine, with a kink, steps, a jump, or less for more rows."""
+    fixed = random.choice((0, random.uniform(0, 3_000)))
+    slope, jump = random.uniform(1, 10), random.uniform(0, 500)
+    at, by = random.randint(2, 40), random.uniform(1, 3)
+    forms = (
+        lambda size: fixed + slope * size,
+        lambda size: fixed + slope * size + jump * (size < 8),
+        lambda size: fixed + slope * (size + by * max(size - at, 0)),
+        lambda size: fixed + slope * (size - size % 8),
+        lambda size: fixed + slope * max(size, at),
+        lambda size: fixed + (slope * size if size > at else slope * at * by),
+    )
+    form = random.choice(forms)
+    return lambda size: CompiledBytes(int(form(size)), 0)
+
+
+def test_fit_of_random_programs():
+    draw, far = random.Random(0), 0
+    for _ in range(1_000):
+        bytes_at, largest = random_curve(draw), draw.randint(1, 5_000)
+        totals = [sum(bytes_at(size)) for size in range(1, largest + 1)]
+        least = max(totals[0], totals[min(16, largest) - 1])
+        budget = int(1.2 * least + draw.random() * max(totals[-1] - least, 0)) + 20
+        best = max(i + 1 for i, total in enumerate(totals) if total <= budget)
+        got, _ = fit(budget, largest, bytes_at)
+        far += 1.3 * got < best and 2 * got < largest
+    assert far <= 20
 
 
 def test_fit_where_one_row_needs_more_than_some():
@@ -522,3 +570,45 @@ def test_names_of_axes_inside_of_vmap():
     run = filter_micro_vmap(fun, microbatch_size=MemoryBudget("1MB"))
     mapped = lambda f: jax.vmap(f, axis_name="i")
     assert_same(*jax.jit(lambda x: (mapped(run)(x), mapped(jax.vmap(fun))(x)))(x))
+
+
+# A process of its own: what the heap keeps would hide what a call takes.
+GROWTH = """
+import re
+import equinox as eqx, jax, jax.numpy as jnp, eqxbatch
+
+def status(name):
+    text = open("/proc/self/status").read()
+    return int(re.search(name + r":\\s+(\\d+)", text)[1]) * 1024
+
+scores = lambda x: jax.nn.softmax(x @ x.T, axis=-1)
+weights = jnp.ones((256, 4096)), jnp.ones((4096, 256))
+def mlp(x):
+    return jnp.sum(jax.nn.relu(x @ weights[0]) @ weights[1])
+for fun, x in (
+    (lambda x: scores(x).sum(0).mean(), jnp.ones((24, 1500, 16))),
+    (lambda x: (scores(x) @ x).mean(), jnp.ones((24, 1500, 16))),
+    (mlp, jnp.ones((32, 1000, 256))),
+    (jax.grad(mlp), jnp.ones((8, 1000, 256))),
+):
+    run = eqxbatch.filter_micro_vmap(fun, microbatch_size="60MB")
+    jax.block_until_ready(run(x))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    jax.block_until_ready(run(x))
+    print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.versions
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak")
+def test_budgets_hold_as_seen_from_outside():
+    # What is freed goes back at once.
+    heap = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", GROWTH]
+    env = {**os.environ, **heap, "XLA_FLAGS": ""}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    grown = [*map(int, done.stdout.split())]
+    assert len(grown) == 4
+    assert max(grown) <= 1.1 * 60_000_000, grown
