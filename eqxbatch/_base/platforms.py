@@ -234,16 +234,22 @@ _UNOPTIMISED = {"cpu": {"xla_backend_optimization_level": 0}}
 _WITHOUT_LIBRARY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
 
 
-def memory_options(backend: str, *, optimised: bool = False) -> dict[str, Any]:
+def memory_options(
+    backend: str, *, optimised: bool = False, with_library: bool = False
+) -> dict[str, Any]:
     """Compiler options with which XLA reports the memory that a program may take.
 
     They are for programs that are compiled only to be measured.
     """
     options: dict[str, Any] = {} if optimised else {**_UNOPTIMISED.get(backend, {})}
-    for name, value in _WITHOUT_LIBRARY.get(backend, {}).items():
-        if _is_option(name, value):
-            options[name] = value
+    if not with_library and has_library(backend):
+        options |= _WITHOUT_LIBRARY[backend]
     return options
+
+
+def has_library(backend: str) -> bool:
+    """Whether the compiler gives products to a library, and can do without."""
+    return any(_is_option(*x) for x in _WITHOUT_LIBRARY.get(backend, {}).items())
 
 
 @functools.cache

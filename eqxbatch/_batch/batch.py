@@ -55,7 +55,7 @@ from .._base.mesh import (
     whole_rows,
     with_auto_axes,
 )
-from .._base.platforms import memory_options, number_types, platform
+from .._base.platforms import has_library, memory_options, number_types, platform
 from .._base.refs import is_ref
 from .._base.trees import (
     described,
@@ -818,7 +818,8 @@ class MemoryBudget(eqx.Module):
 
     On CPUs, XLA gives some products, with what follows them, to a library (YNNPACK),
     whose memory it reports as 0. Candidates are compiled without that library, which
-    reports what products and attention take at most. What libraries allocate within a
+    reports what products and attention take at most; the chosen size is compiled with
+    it, too. What libraries allocate within a
     convolution or a decomposition (LAPACK) is not reported: leave room for as much as
     the largest inputs of the gradient of a convolution.
 
@@ -969,9 +970,9 @@ def resolve_size(
 
     budget = size.resolve()
 
-    def bytes_at(size: int) -> CompiledBytes:
+    def bytes_at(size: int, *, with_library: bool = False) -> CompiledBytes:
         start = time.perf_counter()
-        used = compiled_bytes(run(size), operands)
+        used = compiled_bytes(run(size), operands, with_library=with_library)
         seconds = time.perf_counter() - start
         log.debug(
             "MemoryBudget(%d): compiled blocks of %d in %.2f s; %d bytes for "
@@ -982,6 +983,8 @@ def resolve_size(
 
     def choose() -> int:
         size = fit_size(budget, largest, bytes_at, first)
+        if has_library(jax.default_backend()):
+            size = _fitting_too(size, budget, bytes_at)
         log.debug("MemoryBudget(%d): chose blocks of %d of %d.", budget, size, largest)
         return size
 
@@ -1020,10 +1023,13 @@ class CompiledBytes(NamedTuple):
     outputs: int
 
 
-def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBytes:
+def compiled_bytes(
+    fun: Callable[[PyTree], Any], operands: PyTree, *, with_library: bool = False
+) -> CompiledBytes:
     """The temporaries and outputs of the compiled `fun(operands)`, which is not run.
 
     Arrays of `fun` are arguments, too, and there can be structs in place of arrays.
+    `with_library` is as for `memory_options`.
     """
     is_array = lambda x: eqx.is_array(x) or is_struct(x)
     operands = (fun, operands)
@@ -1053,7 +1059,7 @@ def compiled_bytes(fun: Callable[[PyTree], Any], operands: PyTree) -> CompiledBy
         structs = structs_on_devices(args)
     with outside_of_mesh():
         lowered = jax.jit(program).lower(*structs)
-        options = memory_options(jax.default_backend())
+        options = memory_options(jax.default_backend(), with_library=with_library)
         stats = lowered.compile(compiler_options=options).memory_analysis()
     if stats is None:
         # Only for the message: it names the backend that was compiled for.
@@ -1104,13 +1110,7 @@ def fit_size(
 
     # Blocks of one row can need more memory than larger ones.
     if not any(fits(min(size, largest)) for size in (first, _FIRST, 1)):
-        raise ValueError(
-            f"A memory budget of {budget:,} bytes is too small: with blocks of one "
-            f"example, the program needs {sum(measured[1]):,} bytes for temporaries "
-            "and outputs. Raise the budget, or reduce the memory of the function: "
-            "`jax.checkpoint` keeps fewer intermediate values, and where there is a "
-            "result for each example, an accumulator such as `Sum` keeps only one."
-        )
+        raise _too_small(budget, measured[1])
     half = -(-largest // 2)
     while len(measured) < _MAX_COMPILATIONS:
         predicted = _predict(budget, largest, measured)
@@ -1135,6 +1135,28 @@ def fit_size(
             break
         fits(guesses[0])
     return max(filter(fits, measured))
+
+
+def _fitting_too(size: int, budget: int, bytes_at: Callable[..., CompiledBytes]) -> int:
+    """A size that fits with the library of a CPU, too, or a smaller one that does.
+
+    What XLA allocates around the library can be more than what it needs without.
+    """
+    while sum(used := bytes_at(size, with_library=True)) > budget:
+        if size == 1:
+            raise _too_small(budget, used)
+        size = max(1, min(size - 1, int(_CAUTION * size * budget / sum(used))))
+    return size
+
+
+def _too_small(budget: int, used: CompiledBytes) -> ValueError:
+    return ValueError(
+        f"A memory budget of {budget:,} bytes is too small: with blocks of one "
+        f"example, the program needs {sum(used):,} bytes for temporaries and outputs. "
+        "Raise the budget, or reduce the memory of the function: `jax.checkpoint` "
+        "keeps fewer intermediate values, and where there is a result for each "
+        "example, an accumulator such as `Sum` keeps only one."
+    )
 
 
 def _predict(budget: int, largest: int, measured: dict[int, CompiledBytes]) -> int:

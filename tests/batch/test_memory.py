@@ -34,7 +34,7 @@ from eqxbatch import (
     MonteCarloKernel,
     Sum,
 )
-from eqxbatch._base.platforms import for_platform, GPU, memory_options
+from eqxbatch._base.platforms import for_platform, GPU, has_library, memory_options
 from eqxbatch._batch import batch as batch_module
 from eqxbatch._batch.batch import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import pairings
@@ -114,7 +114,7 @@ def test_figures_are_those_of_optimised_programs(monkeypatch):
     options = memory_options("cpu", optimised=True)
     options |= {"xla_backend_optimization_level": 3}
     options |= {"xla_llvm_disable_expensive_passes": False}
-    monkeypatch.setattr(batch_module, "memory_options", lambda backend: options)
+    monkeypatch.setattr(batch_module, "memory_options", lambda _, **__: options)
     assert batch_module.compiled_bytes(run, operands) == found
 
 
