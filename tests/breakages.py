@@ -236,8 +236,8 @@ BREAKAGES = [
     Breakage(
         "an error names the memory of another block size",
         "_batch/batch.py",
-        "the program needs {sum(measured[1]):,} bytes",
-        "the program needs {sum(measured[min(16, largest)]):,} bytes",
+        "        raise _too_small(budget, measured[1])",
+        "        raise _too_small(budget, measured[min(16, largest)])",
         "tests/batch/test_memory.py -k impossible",
     ),
     Breakage(

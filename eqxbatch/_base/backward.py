@@ -29,7 +29,6 @@ from .jaxprs import (
     parameters,
     run_equations,
     scan_sizes,
-    TracedFunction,
 )
 from .trees import safe_zip
 
@@ -127,13 +126,6 @@ def custom_backward(closed: Any, is_example: Sequence[bool]) -> CustomBackward:
     found: list[bool] = []
     _batched(closed.jaxpr, is_example, found)
     return CustomBackward(not found, all(found))
-
-
-def backward_of_program(program: TracedFunction) -> CustomBackward:
-    """What is known of the backward passes of a program, for many examples of it."""
-    num = len(program.leaves)
-    inputs = program.closed.jaxpr.invars
-    return custom_backward(program.closed, [i >= num for i, _ in enumerate(inputs)])
 
 
 def _batched(

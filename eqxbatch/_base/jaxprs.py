@@ -5,16 +5,13 @@ their names. With some flags of JAX, and in its newer versions, primitives are o
 of JAX's own classes in one primitive; these have the names of the primitives that they
 replace.
 
-Jaxprs are evaluated as they are, or with some equations replaced. A `TracedFunction` is
-a program of leaves and one example.
+Jaxprs are evaluated as they are, or with some equations replaced.
 """
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
@@ -362,18 +359,9 @@ def constants(closed: Any) -> Iterator[Any]:
                     yield atom.val if is_array else np.asarray(atom.val)
 
 
-_T = TypeVar("_T")
-
-
 def literal(atom: Any) -> Array:
     """The value of a literal in its dtype, which a Python number does not have."""
     return jnp.asarray(atom.val, atom.aval.dtype)
-
-
-class _Static(eqx.Module):
-    """Holds values that are not arrays and not traced."""
-
-    value: Any = eqx.field(static=True)
 
 
 def axis_names(jaxpr: Any) -> set:
@@ -621,103 +609,3 @@ def with_arrays(output: PyTree, arrays: Iterable[Any]) -> PyTree:
     remaining = iter(arrays)
     filled = jtu.tree_map(lambda x: next(remaining) if is_struct(x) else x, output)
     return with_shapes_of_arrays(filled)
-
-
-class TracedFunction:
-    """A function of leaves and of one example of a batch, traced.
-
-    - `leaves`: the list of arrays that it was traced with; those of fewer than 16 bits
-        in float32, as which they are differentiated.
-    - `arrays`, `axes`: the arrays of a batch, of which only types matter, and their
-        batch axes; these are empty if the arrays are those of one example.
-    - `closed`: its jaxpr, whose first inputs are the leaves.
-    - `out`: its output, with a `jax.ShapeDtypeStruct` for each array.
-    """
-
-    def __init__(
-        self,
-        fun: Callable[[Any, list], PyTree],
-        leaves: PyTree,
-        arrays: list,
-        axes: Sequence[int] = (),
-    ):
-        # Imported here because they are written with the functions above.
-        from .narrow import wide, without_narrow_casts
-        from .refs import without_refs
-
-        given, self._treedef = jtu.tree_flatten(leaves)
-        self._dtypes = [x.dtype for x in given]
-        self.leaves = [*map(wide, given)]
-        self.arrays, self.axes = arrays, list(axes)
-
-        def flat(leaves: list, rows: list) -> PyTree:
-            return fun(self.cast(leaves), rows)
-
-        trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
-        closed, structs, static = self.at_example(trace)
-        self.closed = without_narrow_casts(without_refs(closed), self._dtypes)
-        self.out = eqx.combine(structs, static)
-
-    def at_example(self, ask: Callable[[list], _T]) -> _T:
-        """The untraced output of `ask(rows)` for one example."""
-        if not self.axes:
-            return ask(self.arrays)
-        # Inside `jax.vmap`, an example has the type that it will have there, also on a
-        # mesh.
-        run = jax.vmap(lambda *rows: _Static(ask([*rows])), self.axes)
-        return jax.eval_shape(run, *self.arrays).value
-
-    def zeros(self) -> tuple[list[Array], list[Array]]:
-        """Leaves and an example of zeros, of the types that it was traced with."""
-        zeros = [full_varying_as(var.aval, 0) for var in self.closed.jaxpr.invars]
-        return zeros[: len(self.leaves)], zeros[len(self.leaves) :]
-
-    @property
-    def structs(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays that it returns for one example."""
-        return array_structs(self.out)
-
-    @functools.cached_property
-    def is_narrow(self) -> bool:
-        """Whether it uses float16: sums can overflow where their mean does not."""
-        return uses_dtype(self.closed.jaxpr, jnp.float16)
-
-    @functools.cached_property
-    def has_examples(self) -> list[bool]:
-        """Which of the arrays that it returns depend on the example."""
-        num = len(self.leaves)
-        is_example = [False] * num + [True] * (len(self.closed.jaxpr.invars) - num)
-        return depends(self.closed.jaxpr, is_example)
-
-    def tree(self, leaves: Sequence[Any]) -> PyTree:
-        """A list with an entry for each leaf, as the PyTree that the leaves were."""
-        return jtu.tree_unflatten(self._treedef, leaves)
-
-    def cast(self, leaves: Sequence[Any]) -> PyTree:
-        """The same, with each entry in the dtype of its leaf as it was given."""
-        pairs = safe_zip(leaves, self._dtypes)
-        # A cast to the same dtype would be an equation if the type is weak.
-        return self.tree([x if x.dtype == d else x.astype(d) for x, d in pairs])
-
-    def one(self, leaves: list, rows: Sequence[Array]) -> list[Array]:
-        """The arrays that it returns for one example."""
-        consts = list(self.closed.consts)
-        return run_jaxpr(self.closed.jaxpr, consts, [*leaves, *rows])
-
-    def many(self, leaves: list, rows: list) -> list[Array]:
-        """The arrays for some examples, along axis 0."""
-        return jax.vmap(lambda *rows: self.one(leaves, rows), self.axes)(*rows)
-
-    def run(self, rows: list) -> list[Array]:
-        """Like `many`, but arrays that do not depend on the example are computed once.
-
-        These arrays have no batch axis; see `has_examples`.
-        """
-        in_axes = (None, *self.axes)
-        out_axes = [0 if has else None for has in self.has_examples]
-        one = lambda leaves, *rows: self.one(leaves, rows)
-        return jax.vmap(one, in_axes, out_axes)(self.leaves, *rows)
-
-    def output(self, arrays: Sequence[Any]) -> PyTree:
-        """The output of the function, with these as its arrays."""
-        return with_arrays(self.out, arrays)

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
-from .._base.backward import backward_of_program
 from .._base.checks import called, check_types, no_arrays_remedy, warn_user
 from .._base.dtypes import weighted_totals, widened
-from .._base.jaxprs import array_structs, is_struct, TracedFunction, vary, varying
+from .._base.jaxprs import array_structs, is_struct, vary, varying
 from .._base.mesh import vary_as
 from .._base.platforms import num_bytes, platform
+from .._base.traced_function import TracedFunction
 from .._base.trees import described, difference, safe_zip, shown
 from .accumulators import check_adds, Concat, Mean, OfTotals, rows_and_weights, Sum
 from .batch import (
@@ -575,7 +575,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
             return sums([], None), per_example([])
-        if not backward_of_program(program).is_linear:
+        if not program.backward.is_linear:
             sums = weighted_after(sums, loss.batch.axes)
         arrays, axes, split = rows_and_weights(accumulator, loss.batch, blocks)
         padding = Padding.of(loss.batch.arrays, loss.batch.axes, accumulator.weights)

@@ -17,10 +17,10 @@ from jaxtyping import Array, PyTree, Real
 
 from .._base.checks import called, checked
 from .._base.dtypes import as_real, common_dtype, is_complex
-from .._base.jaxprs import TracedFunction
 from .._base.mesh import gathered
 from .._base.modes import without_forward_mode
 from .._base.platforms import for_platform, platform
+from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
 from .._batch.batch import Batch, explained_failure, unbatched

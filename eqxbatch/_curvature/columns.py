@@ -25,7 +25,7 @@ from jaxtyping import Array, Inexact, Int, PyTree
 
 from .._base.checks import check_at_least, check_exclusive, warn_user
 from .._base.dtypes import as_complex, as_real, common_dtype, is_complex, size_groups
-from .._base.jaxprs import TracedFunction, varying
+from .._base.jaxprs import varying
 from .._base.mesh import coupled_axes, variation_is_known, vary_as
 from .._base.modes import (
     Derivative,
@@ -33,6 +33,7 @@ from .._base.modes import (
     without_forward_mode,
     without_reverse_mode,
 )
+from .._base.traced_function import TracedFunction
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.batch import as_block_size, MemoryBudget, Size

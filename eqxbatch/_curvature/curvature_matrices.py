@@ -25,7 +25,7 @@ from jaxtyping import Array, Inexact, Key, PRNGKeyArray, PyTree, Real, UInt32
 
 from .._base.checks import called, check_at_least, warn_user
 from .._base.dtypes import as_complex, as_real, common_dtype, widened
-from .._base.jaxprs import first_use, TracedFunction, varying
+from .._base.jaxprs import first_use, varying
 from .._base.mesh import error_if, sum_except
 from .._base.modes import (
     Derivative,
@@ -35,6 +35,7 @@ from .._base.modes import (
     without_reverse_mode,
 )
 from .._base.platforms import num_bytes, platform, products_of
+from .._base.traced_function import TracedFunction
 from .._base.trees import described, log, safe_zip, shown
 from .._batch.batch import MemoryBudget
 from .._batch.derivative import AbstractOverExamples, check_value, Loss

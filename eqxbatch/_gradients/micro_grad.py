@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Real, Shaped
 
-from .._base.backward import backward_of_program, CustomBackward
 from .._base.checks import (
     as_jax,
     check_at_least,
@@ -25,8 +24,9 @@ from .._base.checks import (
     warn_user,
 )
 from .._base.dtypes import widened, widest
-from .._base.jaxprs import array_structs, is_struct, TracedFunction, varying
+from .._base.jaxprs import array_structs, is_struct, varying
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh, spec_of, sum_except
+from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip, shown
 from .._batch.accumulators import (
     Concat,
@@ -117,13 +117,6 @@ _IF_WHOLE = (
     f"If it is the loss of a whole batch, pass `batched=True` and {_ACCUMULATORS}; or "
     "pass the loss of one example."
 )
-
-
-class _Example(NamedTuple):
-    """The loss of one example, and what is known of its backward passes."""
-
-    program: TracedFunction
-    backward: CustomBackward
 
 
 class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model, P]):
@@ -376,15 +369,14 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         """The bounds of which there is one for each example."""
         return [x for x in jtu.tree_leaves(self.clip_norm) if np.ndim(x)]
 
-    def _example(self, loss: Loss) -> "_Example | None":
+    def _example(self, loss: Loss) -> TracedFunction | None:
         """The loss of one example, traced; None if there is no such loss."""
         if self.batched or self.axis_name is not None:
             return None
-        program = loss.traced(_IF_WHOLE)
-        return _Example(program, backward_of_program(program))
+        return loss.traced(_IF_WHOLE)
 
     def _gradients_on_mesh(
-        self, loss: Loss, example: "_Example | None"
+        self, loss: Loss, example: TracedFunction | None
     ) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices."""
         if explicit_mesh(loss) is None:
@@ -408,7 +400,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         like = (loss.batch.arrays, self.weights, self._bounds_of_examples)
         return auto_sharded(run, (self, loss), like, specs)
 
-    def block_gradients(self, loss: Loss, traced: "_Example | None") -> BlockGradients:
+    def block_gradients(
+        self, loss: Loss, example: TracedFunction | None
+    ) -> BlockGradients:
         """The function that computes the gradients of a microbatch."""
         if self.batched:
             return gradient_of_microbatch(loss)
@@ -416,8 +410,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         is_mean = is_running(self.gradient_accumulator)
         if self.axis_name is not None:
             return gradient_of_coupled(loss, is_mean)
-        assert traced is not None
-        example, backward = traced
+        assert example is not None
         functions = {"transform": self.transform, "metrics": self.metrics}
         functions = {name: f for name, f in functions.items() if f is not None}
         groups = None
@@ -455,10 +448,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             padding=loss.padding,
             keeps_outputs=self._keeps_outputs(example),
         )
-        if backward.is_linear:
+        if example.backward.is_linear:
             return by_sum
         is_scaled = is_mean or example.is_narrow
-        is_of_sum = backward.has_examples and not is_scaled
+        is_of_sum = example.backward.has_examples and not is_scaled
         return gradient_of_nonlinear(by_sum, by_sites, is_of_sum=is_of_sum)
 
     def _keeps_outputs(self, example: TracedFunction) -> bool:

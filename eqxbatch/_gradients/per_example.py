@@ -39,10 +39,10 @@ from .._base.dtypes import (
     widened,
     widest,
 )
-from .._base.jaxprs import TracedFunction
 from .._base.mesh import is_on_mesh, spec_of, with_auto_axes, with_type_of
 from .._base.narrow import is_narrow_dtype
 from .._base.platforms import exact_products, in_turn, platform, products_of
+from .._base.traced_function import TracedFunction
 from .._base.trees import described, safe_zip
 from .._batch.accumulators import is_summary, VarianceState
 from .._batch.batch import explained_failure

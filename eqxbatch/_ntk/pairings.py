@@ -24,10 +24,11 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
 from .._base.dtypes import is_complex, widened
-from .._base.jaxprs import full_varying_as, run_jaxpr, TracedFunction, vary, varying
+from .._base.jaxprs import full_varying_as, run_jaxpr, vary, varying
 from .._base.mesh import explicit_mesh
 from .._base.modes import without_forward_mode
 from .._base.platforms import in_opaque_branch, num_bytes, opaque_true
+from .._base.traced_function import TracedFunction
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows

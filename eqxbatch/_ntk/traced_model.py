@@ -23,10 +23,10 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.checks import as_int, check_callable, check_equal
 from .._base.dtypes import is_complex
-from .._base.jaxprs import TracedFunction
 from .._base.mesh import vary_as
 from .._base.modes import derivative_of_program, pushed
 from .._base.platforms import products_of
+from .._base.traced_function import TracedFunction
 from .._base.trees import described, safe_zip, type_of
 from .._batch.accumulators import Concat, Sum
 from .._batch.batch import broadcast_axes

@@ -16,8 +16,9 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 
-from .._base.jaxprs import callee, inner_jaxprs, name_of, PRODUCTS, TracedFunction
+from .._base.jaxprs import callee, inner_jaxprs, name_of, PRODUCTS
 from .._base.platforms import num_bytes, platform
+from .._base.traced_function import TracedFunction
 from .._base.trees import log
 from .factors import (
     contract_cost,

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 
 from .._base.checks import check_fields
-from .._base.jaxprs import TracedFunction
+from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .cost import choose, Method, prefers_sites, total_cost, vmapped_cost
 from .kronecker import multiplied, parts_of

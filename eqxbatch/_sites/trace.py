@@ -46,11 +46,11 @@ from .._base.jaxprs import (
     scan_sizes,
     source_line,
     SUMS,
-    TracedFunction,
     unknown_parameters,
     varying,
 )
 from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
+from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .custom import linearized
 from .shared import (

@@ -19,7 +19,6 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Float, Inexact, PyTree
 
-from .._base.backward import backward_of_program
 from .._base.checks import AnyArray, as_jax, check_callable, check_equal
 from .._base.dtypes import (
     as_complex,
@@ -30,11 +29,11 @@ from .._base.dtypes import (
     widened,
     widest,
 )
-from .._base.jaxprs import TracedFunction
 from .._base.mesh import error_if, spec_of, vary_as
 from .._base.modes import Derivative, derivative_of_program, pushed
 from .._base.narrow import is_narrow_dtype, wide
 from .._base.platforms import exact_products, products_of
+from .._base.traced_function import TracedFunction
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._batch.accumulators import check_adds, check_real, Concat, Mean, Sum
 from .._batch.batch import as_block_size, as_microbatch_size, MemoryBudget, Size
@@ -373,7 +372,7 @@ class Residuals:
 
 def _linear(program: TracedFunction) -> TracedFunction:
     """The program, with its Jacobian if a backward pass is not known to be linear."""
-    is_linear = backward_of_program(program).is_linear
+    is_linear = program.backward.is_linear
     return program if is_linear else with_both_modes(program, "rows")
 
 

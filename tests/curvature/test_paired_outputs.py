@@ -13,7 +13,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._curvature.by_sites import paired_outputs
 from eqxbatch._sites.trace import Program
 from ..helpers import drawn, memory, normal

@@ -27,8 +27,7 @@ from eqxbatch import (
     over_batches,
     Sum,
 )
-from eqxbatch._base.backward import backward_of_program
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from ..helpers import KINDS, make_mesh, put, variants
 
 
@@ -155,7 +154,7 @@ def test_one_backward_pass_where_it_is_right(caplog):
 
 
 def backward_of(fun):
-    return backward_of_program(TracedFunction(fun, jnp.asarray(W), [X], [0]))
+    return TracedFunction(fun, jnp.asarray(W), [X], [0]).backward
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -23,7 +23,7 @@ import numpy as np
 
 import eqxbatch
 from eqxbatch._base import platforms
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._curvature import curvature_matrices
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._ntk import pairings

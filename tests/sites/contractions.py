@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Array
 
 from eqxbatch._base.dtypes import common_dtype, squared_norm
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._sites.factors import (
     EXAMPLE,
     Factors,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._sites.factors import (
     EXAMPLE,
     Factors,

@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad, Sum
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._sites.factors import Factors, gradients
 from eqxbatch._sites.trace import Program
 from ..helpers import KINDS, make_mesh, put, rows_only, variants

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from eqxbatch import filter_kfac
 from eqxbatch._base import jaxprs
-from eqxbatch._base.jaxprs import TracedFunction
 from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._batch import store
 from eqxbatch._sites.trace import Program
 from ..helpers import drawn, normal

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_hessian, filter_hessian_diagonal
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._sites.site import has_named_axes
 from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight

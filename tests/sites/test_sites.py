@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_micro_grad
-from eqxbatch._base.jaxprs import TracedFunction
+from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._gradients.per_example import SiteGradients
 from eqxbatch._sites import cost, gram
 from eqxbatch._sites.factors import Factors
