@@ -211,7 +211,7 @@ class Tensor:
     """An array of a dtype that NumPy has not, as PyTorch's of bfloat16 and float8."""
 
     def __init__(self, x):
-        self.x = jax.device_put(x)
+        self.x = jax.device_put(x, jax.devices("cpu")[0])
         self.shape, self.dtype = x.shape, x.dtype
 
     def __array__(self, dtype=None, copy=None):
