@@ -160,7 +160,9 @@ def coupled_axes(closed: Any, inputs: Sequence[bool]) -> frozenset:
             if name_of(eqn) not in _OF_ONE_DEVICE:
                 params = parameters(eqn)
                 for key in ("axes", "axis_name"):
-                    names.update(names_of(params.get(key)))
+                    # Axes of an array are numbers, and those of a mesh have names.
+                    named = params.get(key, ())
+                    names.update(named if isinstance(named, tuple) else (named,))
     return manual_axes() & names
 
 

@@ -32,7 +32,7 @@ def is_narrow_dtype(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 16
 
 
-def wide(x: Array) -> Array:
+def wide(x: Any) -> Any:
     """`x` in float32, if it has fewer than 16 bits."""
     return x.astype(jnp.float32) if is_narrow_dtype(x.dtype) else x
 

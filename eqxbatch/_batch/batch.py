@@ -970,9 +970,12 @@ def resolve_size(
 
     budget = size.resolve()
 
+    # So that no program is traced twice.
+    lowered = functools.cache(lambda size: lowered_program(run(size), operands))
+
     def bytes_at(size: int, *, with_library: bool = False) -> CompiledBytes:
         start = time.perf_counter()
-        used = compiled_bytes(run(size), operands, with_library=with_library)
+        used = compiled_bytes(lowered(size), with_library=with_library)
         seconds = time.perf_counter() - start
         log.debug(
             "MemoryBudget(%d): compiled blocks of %d in %.2f s; %d bytes for "
@@ -1023,13 +1026,12 @@ class CompiledBytes(NamedTuple):
     outputs: int
 
 
-def compiled_bytes(
-    fun: Callable[[PyTree], Any], operands: PyTree, *, with_library: bool = False
-) -> CompiledBytes:
-    """The temporaries and outputs of the compiled `fun(operands)`, which is not run.
+def lowered_program(
+    fun: Callable[[PyTree], Any], operands: PyTree
+) -> jax.stages.Lowered:
+    """The program of `fun(operands)`, to be compiled.
 
     Arrays of `fun` are arguments, too, and there can be structs in place of arrays.
-    `with_library` is as for `memory_options`.
     """
     is_array = lambda x: eqx.is_array(x) or is_struct(x)
     operands = (fun, operands)
@@ -1058,8 +1060,18 @@ def compiled_bytes(
     else:
         structs = structs_on_devices(args)
     with outside_of_mesh():
-        lowered = jax.jit(program).lower(*structs)
-        options = memory_options(jax.default_backend(), with_library=with_library)
+        return jax.jit(program).lower(*structs)
+
+
+def compiled_bytes(
+    lowered: jax.stages.Lowered, *, with_library: bool = False
+) -> CompiledBytes:
+    """The temporaries and outputs of a program that is compiled, but not run.
+
+    `with_library` is as for `memory_options`.
+    """
+    options = memory_options(jax.default_backend(), with_library=with_library)
+    with outside_of_mesh():
         stats = lowered.compile(compiler_options=options).memory_analysis()
     if stats is None:
         # Only for the message: it names the backend that was compiled for.

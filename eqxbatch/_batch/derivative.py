@@ -452,11 +452,14 @@ class AbstractDerivative(AbstractTransform):
     """
 
     allows_complex: ClassVar[bool] = False
-    has_gaps: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
     where: Callable[[Any], Any] | None = None
     filter_spec: PyTree = eqx.is_inexact_array
+
+    @property
+    def has_gaps(self) -> bool:
+        return False
 
     # Not `equinox.AbstractVar`s, which type checkers take for settings.
     @property
@@ -499,7 +502,9 @@ class AbstractDerivative(AbstractTransform):
             first = jnp.asarray(first)  # A number counts as a scalar array.
         name = "The first argument, which the derivative is with respect to,"
         chosen = are_parameters(first, self.where, self.filter_spec, name)
-        if not self.has_gaps:
+        # What a result shows as None is only worth a word if it was asked for.
+        is_default = self.where is None and self.filter_spec is eqx.is_inexact_array
+        if not (self.has_gaps and is_default):
             warn_of_numbers(first, self.where, self.filter_spec, name)
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:

@@ -504,6 +504,10 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, *args, **kwargs)
 
+    @property
+    def has_gaps(self) -> bool:
+        return not self.flat
+
     def __check_init__(self) -> None:
         settings = {
             "microbatch_size": self.microbatch_size,

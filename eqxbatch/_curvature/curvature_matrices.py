@@ -490,11 +490,11 @@ class GaussNewtonCurvature(AbstractCurvature):
             value = lambda outs: jnp.sum(_over(one, axes, rows, outs))
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
-                product = lambda seeds: pull(seeds)[0]
+                curve = lambda seeds: pull(seeds)[0]
             else:
-                product = jax.linearize(jax.grad(value), outs)[1]
+                curve = jax.linearize(jax.grad(value), outs)[1]
             # The loss may have a backward pass that is not linear.
-            return lambda seeds: _times_weights(product(seeds), weights)
+            return lambda seeds: _times_weights(curve(seeds), weights)
         vectors = _over(
             lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
         )
@@ -677,6 +677,10 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         return run_compiled(self, *args, **kwargs)
+
+    @property
+    def has_gaps(self) -> bool:
+        return not self.flat
 
     @property
     def is_block(self) -> Callable[[Any], bool] | None:

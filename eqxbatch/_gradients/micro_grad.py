@@ -125,7 +125,6 @@ class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model
     fun: Callable[Concatenate[Model, P], Any]
     holomorphic: ClassVar[None] = None
     allows_complex: ClassVar[bool] = True
-    has_gaps: ClassVar[bool] = True
     _: dataclasses.KW_ONLY
     in_axes: PyTree = eqx.if_array(0)
     batched: bool = False
@@ -320,6 +319,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             )
         squares = (jnp.max(jnp.asarray(bound)) ** 2 for bound in bounds)
         return jnp.sqrt(sum(squares, jnp.zeros(()))) * (1 if weight is None else weight)
+
+    @property
+    def has_gaps(self) -> bool:
+        return True
 
     @property
     def coupling_axis(self) -> Hashable | None:
