@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Key, PyTree, Shaped, UInt32
 
+from .._base.backward import custom_backward
 from .._base.checks import AnyArray, called, check_equal, check_types, match_prefix
 from .._base.dtypes import widened
 from .._base.jaxprs import constants, equations_in, is_struct, with_arrays
@@ -1020,12 +1021,17 @@ class CalledKernel(AbstractBlockKernel):
         self, first: Rows, second: Rows | None, always: Bool[Array, ""]
     ) -> list[Array]:
         closed = self.program(first, second)
+        arrays = list(closed.consts), jtu.tree_leaves((first, second))
+        sizes = first.total, (first if second is None else second).total
+        is_example = [True for _ in closed.jaxpr.invars]
+        if sizes != self.totals and not custom_backward(closed, is_example).is_linear:
+            arrays = _without_derivative(arrays)
         # As its own program, it is in a branch, where convolutions are as slow as in a
         # loop.
         run = in_opaque_branch(
             functools.partial(evaluate_in_loop, closed.jaxpr), always
         )
-        return run(list(closed.consts), jtu.tree_leaves((first, second)))
+        return run(*arrays)
 
     def tile(self, first: Rows, second: Rows | None) -> list[Array]:
         """The arrays for a block of rows and a block of columns.
@@ -1057,6 +1063,22 @@ class CalledKernel(AbstractBlockKernel):
             )
         # Blocks can start anywhere, which a mesh with explicit axes does not allow.
         return gathered([jnp.asarray(x, x.dtype) for x in arrays])
+
+
+@eqx.filter_custom_jvp
+def _without_derivative(arrays: PyTree) -> PyTree:
+    """The arrays of a block whose derivative is not that of the whole kernel."""
+    return arrays
+
+
+@_without_derivative.def_jvp
+def _refuse(primals: tuple, tangents: tuple) -> Any:
+    raise ValueError(
+        "`kernel_fn` has a custom backward pass (`jax.custom_vjp`) that is not known "
+        "to be linear in the cotangent. It would be called for each block of the "
+        "kernel, which gives another derivative than one call for all. Pass "
+        "`block_size=None`, or differentiate without that function."
+    )
 
 
 # Compiled, so that a function is traced once for each shape of its blocks.

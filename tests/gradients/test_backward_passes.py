@@ -15,6 +15,7 @@ from jax import lax
 from eqxbatch import (
     EmpiricalNTK,
     explain_sites,
+    filter_batch_kernel,
     filter_gauss_newton_step,
     filter_ggn,
     filter_grid_vmap,
@@ -284,6 +285,21 @@ def test_derivatives_through_maps_in_what_examples_share():
     np.testing.assert_allclose(got, jax.jit(jax.grad(dense))(W), rtol=2e-5)
     # Values have no such condition.
     np.testing.assert_allclose(through(W, 3), dense(W), rtol=1e-5)
+
+
+def test_derivatives_through_kernels():
+    fun = FUNCTIONS["normalised"]
+
+    def through(scale, kind, size):
+        kernel = lambda x, y: jnp.tanh(scale * fun(x, jnp.sum(x)) @ y.T)
+        kernel = kernel if kind else lambda x, y: jnp.tanh(scale * x @ y.T)
+        return jnp.sum(filter_batch_kernel(kernel, block_size=size)(X, X[:4]))
+
+    assert np.isfinite(through(0.5, True, 3))
+    with pytest.raises(ValueError, match="another derivative than one call for all"):
+        jax.grad(through)(0.5, True, 3)
+    got = jax.grad(through)(0.5, True, None)
+    np.testing.assert_allclose(jax.grad(through)(0.5, False, 3), got, rtol=1e-5)
 
 
 # Second derivatives.
