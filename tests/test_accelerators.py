@@ -163,8 +163,9 @@ class Dependencies:
 
     def of(self, value):
         """Those of a value; None for an argument of the program."""
-        op, place = value.owner, getattr(value, "arg_number", None)
-        if place is not None:
+        op = value.owner
+        if not hasattr(op, "results"):  # The value is an argument of a block.
+            place = [*op.arguments].index(value)
             op = op.owner.operation
             if op.name == "func.func":
                 calls = self.calls.get(str(op.attributes["sym_name"]).strip('"'))

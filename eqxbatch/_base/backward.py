@@ -22,6 +22,7 @@ from .jaxprs import (
     callee,
     IDENTITIES,
     inner_programs,
+    is_unknown_object,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
@@ -152,7 +153,8 @@ def _batched(
 
 def has_own_backward(eqn: Any) -> bool:
     """Whether the author of a function wrote the backward pass of an equation."""
-    return name_of(eqn).startswith(("custom_vjp", "linear_call"))
+    is_one = name_of(eqn).startswith(("custom_vjp", "linear_call"))
+    return is_one or is_unknown_object(eqn)
 
 
 def _is_known(jaxpr: Any, eqn: Any) -> bool:
@@ -326,6 +328,9 @@ def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
     if name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
         # Entries out of bounds are another number, which a transpose cannot know.
         return eqn.params["fill_value"] == 0
+    if name == "convert_element_type" and eqn.params["new_dtype"].itemsize < 2:
+        # A cast to so few bits is what the backward pass is for, as in FP8 training.
+        return False
     if name in LINEAR_IN_EACH:
         return [*kinds].count(LINEAR) == 1
     if name == "div":

@@ -94,10 +94,12 @@ def read_rows(x: Any, start: int, stop: int) -> Any:
     if isinstance(x, jax.Array):
         return part
     part = as_numpy(part)
-    if part.shape[:1] != (stop - start,):
+    shape = (stop - start, *x.shape[1:])
+    if part.shape != shape:
         raise ValueError(
             f"Rows {start} to {stop} of {shown(x)} must be {stop - start} rows; got "
-            f"{shown(part)}. Slices must return all rows within `shape`."
+            f"{shown(part)}. Slices must return all rows within `shape`, here an array "
+            f"of shape {shape}."
         )
     # JAX has no arrays of the other byte order.
     is_other = part.dtype != part.dtype.newbyteorder("=")

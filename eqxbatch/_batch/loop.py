@@ -469,7 +469,7 @@ def run_blocks(
     if is_one and limit is None and not checkpoint and passes is None:
         return _at_once(fun, arrays, blocks, slots_of)
     full, output, aux = trace(blocks.size)
-    if blocks.overlaps and _runs_once(full):
+    if blocks.overlaps and runs_once(full):
         blocks = dataclasses.replace(blocks, overlaps=False)
         full, output, aux = trace(blocks.size)
     slots = slots_of(output, aux)
@@ -521,17 +521,17 @@ def run_blocks(
     return slots.combine(results)
 
 
-def _runs_once(full: Any) -> bool:
-    """Whether no example of a microbatch may run twice.
+def runs_once(closed: Any) -> bool:
+    """Whether no example of a program may run twice.
 
     Effects would happen twice, and calls of the host are often the whole cost. A custom
     backward pass may return something for an example whose cotangent is zero.
     """
-    if len(full.effects) > len(axis_names(full.jaxpr)):
+    if len(closed.effects) > len(axis_names(closed.jaxpr)):
         return True
-    if any(map(calls_host, equations_in(full))):
+    if any(map(calls_host, equations_in(closed))):
         return True
-    return not custom_backward(full, [True for _ in full.jaxpr.invars]).is_linear
+    return not custom_backward(closed, [True for _ in closed.jaxpr.invars]).is_linear
 
 
 def _in_order(slot: OutputAccumulator, value: Any, result: Any, blocks: Blocks) -> Any:

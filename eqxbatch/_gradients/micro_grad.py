@@ -47,6 +47,7 @@ from .._batch.loop import (
     is_accumulator,
     is_number,
     run_blocks,
+    runs_once,
     Slots,
 )
 from .._batch.padding import Padding
@@ -445,11 +446,12 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         )
         if groups is not None or direction is not None or self.moments:
             return by_sites()
+        keeps_outputs = self._keeps_outputs(example)
+        if keeps_outputs and loss.padding is not None and runs_once(example.closed):
+            # Outputs of padding would take another run.
+            return by_sites()
         by_sum = gradient_of_sum(
-            example,
-            is_mean,
-            padding=loss.padding,
-            keeps_outputs=self._keeps_outputs(example),
+            example, is_mean, padding=loss.padding, keeps_outputs=keeps_outputs
         )
         if example.backward.is_linear:
             return by_sum

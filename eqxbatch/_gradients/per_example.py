@@ -202,6 +202,14 @@ def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
 
     def gradients(rows: list, weights: Array | None, _: list) -> Results:
         whole = TracedFunction(loss.together, loss.parameters, rows)
+        is_scaled = weights is not None or is_mean or whole.is_narrow
+        if is_scaled and not whole.backward.is_linear:
+            raise ValueError(
+                "`fun` has a custom backward pass (`jax.custom_vjp`) that is not known "
+                "to be linear in the cotangent. With an `axis_name`, weights, running "
+                "means and float16 scale cotangents before it, which gives another "
+                "gradient. Use `Mean()` or `Sum()` without weights, in float32."
+            )
         return _of_sum(whole, whole.one, rows, weights, is_mean)
 
     return gradients

@@ -13,8 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from .._base.backward import custom_backward
 from .._base.checks import check_at_least, is_none
-from .._base.jaxprs import array_structs, is_struct, run_jaxpr
+from .._base.jaxprs import array_structs, is_struct, run_jaxpr, with_arrays
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
 from .._base.refs import without_refs
 from .._base.trees import safe_zip
@@ -219,8 +220,15 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
 
         def run(rows: list, size: int, _: Any) -> tuple[PyTree, tuple]:
             rows, of_rows = split(rows)
-            rows = rows if padding is None else padding.replaced(rows, of_rows)
-            return mapped(rows, size)
+            if padding is None:
+                return mapped(rows, size)
+            closed, structs, static = eqx.filter_make_jaxpr(mapped)(rows, size)
+            # A backward pass that is not linear may return something for a row in the
+            # place of padding.
+            if custom_backward(closed, [True for _ in closed.jaxpr.invars]).is_linear:
+                rows = padding.replaced(rows, of_rows)
+            outs = run_jaxpr(closed.jaxpr, list(closed.consts), rows)
+            return with_arrays(eqx.combine(structs, static), outs)
 
         def make_slots(output: PyTree, axes: tuple) -> Slots:
             slots = as_slots(self.accumulator, output)

@@ -232,6 +232,90 @@ def test_values_and_aux_are_those_of_all_examples():
     np.testing.assert_array_equal(aux, X[:, 0])
 
 
+def test_casts_to_few_bits_are_not_linear():
+    # As FP8 training casts cotangents.
+    rounded = lambda g: g.astype(jnp.float8_e4m3fn).astype(g.dtype)
+    fun = with_backward(lambda r, g: (rounded(g), jnp.zeros_like(r[1])))
+    for loss in (
+        lambda w, x: jnp.sum(fun(w, x[0]) * x) ** 2,
+        lambda w, x: jnp.sum(fun(w * x, x[0])) ** 2,
+    ):
+        expected = WEIGHTS @ each(loss)
+        for settings in ({}, {"clip_norm": 1e9}):
+            gradient = filter_micro_grad(
+                loss, accumulator=Sum(weights=WEIGHTS), microbatch_size=3, **settings
+            )
+            np.testing.assert_allclose(gradient(W, X), expected, rtol=2e-5)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_primitives_of_users(place):
+    # Newer versions of JAX have it.
+    hijax = pytest.importorskip("jax.experimental.hijax")
+    if not hasattr(hijax, "HiPrim"):
+        pytest.skip("JAX has no classes of primitives")
+
+    class Clip(hijax.HiPrim):
+        """A primitive with a backward pass of its own."""
+
+        def __init__(self, aval):
+            self.in_avals, self.out_aval, self.params = (aval,), aval, {"aval": aval}
+            super().__init__()
+
+        def check(self, *avals):
+            pass
+
+        def expand(self, x):
+            return x * 1.0
+
+        def vjp_fwd(self, nonzeros, x):
+            return self(x), None
+
+        def vjp_bwd_retval(self, saved, g):
+            return (jnp.clip(g, -0.5, 0.5),)
+
+        def batch(self, axis_data, args, dims):
+            (x,), (dim,) = args, dims
+            return Clip(jax.typeof(x))(x), dim
+
+        def batch_dim_rule(self, axis_data, dims):
+            return dims[0]
+
+        def __hash__(self):
+            return hash((type(self), self.aval))
+
+        def __eq__(self, other):
+            return type(self) is type(other) and self.aval == other.aval
+
+    clip = lambda x: Clip(jax.typeof(x))(x)
+    loss = {
+        "data": lambda w, x: jnp.sum(clip(w * x) ** 2),
+        "parameters": lambda w, x: jnp.sum(clip(w) * x) ** 2,
+    }[place]
+    of_each, w = each(loss, jnp.asarray(W)), jnp.asarray(W)
+    got = filter_micro_grad(loss, microbatch_size=3)(w, X)
+    np.testing.assert_allclose(got, of_each.mean(0), rtol=2e-5)
+    got = filter_micro_grad(loss, accumulator=Sum(weights=WEIGHTS))(w, X)
+    np.testing.assert_allclose(got, WEIGHTS @ of_each, rtol=2e-5)
+
+
+def test_examples_that_a_named_axis_couples():
+    fun = FUNCTIONS["clipped"]
+
+    def loss(w, x):
+        h = w * x
+        return jnp.sum(fun(h - lax.pmean(h, "batch"), x[0]) ** 2)
+
+    whole = lambda w: jnp.sum(jax.vmap(loss, (None, 0), axis_name="batch")(w, X))
+    settings = {"axis_name": "batch", "microbatch_size": 7}
+    got = filter_micro_grad(loss, **settings)(W, X)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(whole))(W) / 7, rtol=2e-5)
+    for accumulator in (Mean(weights=WEIGHTS), Mean(running=True)):
+        gradient = filter_micro_grad(loss, accumulator=accumulator, **settings)
+        with pytest.raises(ValueError, match="scale cotangents before it"):
+            gradient(W, X)
+
+
 # Through maps.
 
 
@@ -249,6 +333,20 @@ def test_derivatives_through_maps(accumulator):
         # The cotangents of 1/7 come before the backward pass, as in `jax.vmap`.
         dense = lambda w: jnp.mean(jax.vmap(loss, (None, 0))(w, X))
         expected = jax.jit(jax.grad(dense))(W)
+    np.testing.assert_allclose(jax.jit(jax.grad(through))(W), expected, rtol=2e-5)
+
+
+def test_derivatives_through_weighted_maps():
+    loss = of_data("injected")
+    mask = WEIGHTS != 0
+
+    def through(w):
+        one = lambda x: loss(w, x)
+        return filter_micro_vmap(one, microbatch_size=3, accumulator=Sum(mask))(X)
+
+    # `jax.vmap` calls the backward pass with cotangents of zero, too.
+    dense = lambda w: jnp.sum(jnp.where(mask, jax.vmap(loss, (None, 0))(w, X), 0))
+    expected = jax.jit(jax.grad(dense))(W)
     np.testing.assert_allclose(jax.jit(jax.grad(through))(W), expected, rtol=2e-5)
 
 

@@ -64,6 +64,14 @@ def moved(w, x):
     return sum(jnp.vdot(x, column) ** 2 for column in columns)
 
 
+def joined(w, x):
+    """Casts only after what puts several arrays, or constants, together."""
+    padded = jnp.pad(jnp.concatenate([w, w[:, ::-1]], 1), ((0, 0), (1, 0)))
+    chosen = jnp.where(x[0] > 0, padded, jnp.stack([*padded])[::-1])
+    updated = lax.dynamic_update_slice(chosen, w[:, :1], (0, 0))
+    return jnp.sum((x @ updated.astype("float32")) ** 2)
+
+
 def rematerialised(w, x):
     return jax.checkpoint(lambda w: loss(w, x))(w)
 
@@ -80,7 +88,9 @@ def in_layers(w, x):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("fun", (loss, moved, rematerialised, branched, in_layers))
+@pytest.mark.parametrize(
+    "fun", (loss, moved, joined, rematerialised, branched, in_layers)
+)
 def test_gradients_are_rounded_once(fun):
     w = parameters("float8_e5m2", 3, 2)
     settings = ({}, {"clip_norm": 1e6, "method": "materialise"})

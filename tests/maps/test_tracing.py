@@ -179,7 +179,9 @@ def test_microbatches_are_named_in_profiles():
 
 
 @pytest.mark.parametrize("total", (9, 10, 23))
-@pytest.mark.parametrize("of", ("map", "gradient", "curvature", "batches"))
+@pytest.mark.parametrize(
+    "of", ("map", "gradient", "curvature", "batches", "padding with values")
+)
 def test_the_host_is_called_once_for_an_example(of, total):
     seen = []
 
@@ -198,6 +200,12 @@ def test_the_host_is_called_once_for_an_example(of, total):
         "gradient": filter_micro_grad(fun, microbatch_size=4),
         "curvature": filter_ggn_diagonal(fun, squares, microbatch_size=4),
         "batches": over_batches(filter_micro_grad(fun, microbatch_size=4)),
+        "padding with values": filter_micro_grad(
+            lambda w, x: (fun(w, x), x),
+            has_aux=True,
+            microbatch_size=4,
+            accumulator=Sum(weights=np.arange(total) > 2),
+        ),
     }[of]
     x = np.arange(total, dtype=np.float32)
     jax.block_until_ready(transform(jnp.ones(()), [x] if of == "batches" else x))
