@@ -70,7 +70,7 @@ def _narrow(x: Any) -> Any:
 # They move the entries of their first input.
 _MOVES = (
     *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "gather", "reshape"),
-    *("rev", "slice", "split", "squeeze", "transpose"),
+    *("rev", "slice", "split", "squeeze", "transpose", "unstack"),
 )
 
 

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -521,7 +522,7 @@ class AbstractBlockKernel(eqx.Module):
         """
         if not self.checks_symmetry:
             return None
-        step = -(-max(1, *self.grid.sizes) // COMPARED)
+        step = compared_step(max(self.grid.sizes))
         sample = [
             lax.stop_gradient(leaf.every(x, step))
             for leaf, x in safe_zip(self.leaves, tile)
@@ -549,7 +550,16 @@ class AbstractBlockKernel(eqx.Module):
 
 
 # The largest number of rows of a block that are compared with its mirror image.
-COMPARED = 256
+_COMPARED = 256
+
+
+def compared_step(size: int) -> int:
+    """The distance of the rows of a block that are compared with its mirror image.
+
+    It has no small divisors, because rows may be of kinds that take turns.
+    """
+    step = max(1, -(-size // _COMPARED))
+    return next(i for i in itertools.count(step) if math.gcd(i, 2 * 3 * 5 * 7) == 1)
 
 
 def _rounding_of(eqn: Any) -> float:

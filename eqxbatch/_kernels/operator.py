@@ -33,7 +33,7 @@ from .kernel import (
     AbstractKernelFunction,
     block_kernel,
     CalledKernel,
-    COMPARED,
+    compared_step,
     Grid,
     is_close,
     on_mesh_of_results,
@@ -335,7 +335,7 @@ class Reader:
 
 def _check_hermitian(tile: Shaped[np.ndarray, "n n"]) -> None:
     """Raises `ValueError` for a block that is not its mirror image within rounding."""
-    step = -(-max(1, len(tile)) // COMPARED)
+    step = compared_step(len(tile))
     sample, rounding = tile[::step, ::step], 0.0
     if jnp.issubdtype(tile.dtype, jnp.inexact):
         rounding = float(jnp.finfo(tile.dtype).eps)
