@@ -68,6 +68,8 @@ class TestDevices:
 
     @pytest.mark.parametrize("axis", spread(("mesh_axis", "sample_axis"), 1))
     def test_stores(self, axis, getkey):
+        if axis == "sample_axis" and jax.__version__.startswith("0.9."):
+            pytest.skip("JAX 0.9 does not find the axis of the keys within the loop")
         mesh = jax.make_mesh((4,), ("r",))
         x = normal(getkey(), (9, 3))
         settings = {"mesh": mesh, axis: "r", "store": HostStore(), "block_size": 2}
