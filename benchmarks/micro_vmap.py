@@ -117,8 +117,8 @@ def cases(quick: bool) -> list[Case]:
             f"(b) CNN, {len(images):,} images by 32",
             mapped(cnn, 32),
             (images,),
-            # 1.0 with JAX 0.10.2; since 0.12, XLA gives `lax.map` fewer temporaries. Ours
-            # have channels last, where convolutions in loops are fast.
+            # 1.0 with JAX 0.10.2; with 0.12, XLA gives `lax.map` fewer temporaries.
+            # Ours have channels last, where convolutions in loops are fast.
             best_memory=1.45,
         ),
         Case(
