@@ -94,12 +94,10 @@ def read_rows(x: Any, start: int, stop: int) -> Any:
     if isinstance(x, jax.Array):
         return part
     part = as_numpy(part)
-    shape = (stop - start, *x.shape[1:])
-    if part.shape != shape:
+    if part.shape[:1] != (stop - start,):
         raise ValueError(
             f"Rows {start} to {stop} of {shown(x)} must be {stop - start} rows; got "
-            f"{shown(part)}. Slices must return all rows within `shape`, here an array "
-            f"of shape {shape}."
+            f"{shown(part)}. Slices must return all rows within `shape`."
         )
     # JAX has no arrays of the other byte order.
     is_other = part.dtype != part.dtype.newbyteorder("=")

@@ -647,6 +647,9 @@ class _Slices:
         # Some readers refuse slices beyond the end.
         stop = min(start + self._size, self.total)
         rows = [read_rows(x, start, stop) for x in self._leaves]
+        for x, part in zip(self._leaves, rows, strict=True):
+            what = "The shape of the rows of a slice, as `shape` says,"
+            check_equal(what, part.shape[1:], tuple(x.shape[1:]))
         return self._treedef.unflatten(rows)
 
 

@@ -76,6 +76,15 @@ def test_all_rows_come(store):
             run(Reader(end))
 
 
+def test_rows_have_the_shape_that_is_promised():
+    class Narrow(Reader):
+        def __getitem__(self, index):
+            return super().__getitem__(index)[:, 0]
+
+    with pytest.raises(ValueError, match="as `shape` says,"):
+        over_batches(MEAN, batch_size=4)(Narrow(NUM))
+
+
 class Items:
     """Batches by their numbers, of which one may be damaged."""
 
