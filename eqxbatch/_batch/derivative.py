@@ -244,8 +244,8 @@ class Loss(eqx.Module):
     `diff` and `nondiff` are the two parts of that argument, and `batch` splits all
     arguments. With `holomorphic`, values are complex. `blocks` says how the batch is
     cut into microbatches; it is None for a single call. `padding` replaces rows of
-    weight 0, if there are weights. With an `axis_name`, the
-    function couples the examples of a microbatch, and may return `(value, state)`.
+    weight 0, if there are weights. With an `axis_name`, the function couples the
+    examples of a microbatch, and may return `(value, state)`.
     `names` are those of the function, of `has_aux` and of its pair in messages.
     """
 
