@@ -269,7 +269,7 @@ def replicated(x: Array, mesh: Mesh) -> Array:
     whole = NamedSharding(mesh, PartitionSpec())
     if AxisType.Explicit in mesh.axis_types:
         # Arrays on no mesh are replicated by `jax.shard_map`. Within a `jax.vmap` whose
-        # examples are on devices, JAX 0.12 fails if their type says so before.
+        # examples are on devices, JAX fails if their type says so before.
         return jax.sharding.reshard(x, whole) if is_on_mesh(x) else x
     return lax.with_sharding_constraint(x, whole)
 
@@ -343,14 +343,6 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     """
     mesh = explicit_mesh(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
-
-
-def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
-    """Moves new arrays made `within_mesh` to it; JAX 0.7 creates them on no mesh."""
-    if AxisType.Explicit not in get_abstract_mesh().axis_types:
-        return tree
-    put = lambda x: x if is_on_mesh(x) else reshard(x, PartitionSpec())
-    return jtu.tree_map(put, tree)
 
 
 def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
