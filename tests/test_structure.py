@@ -148,7 +148,16 @@ def test_test_modules_do_not_import_from_each_other():
 VERSIONS = ROOT / "_base" / "versions.py"
 # What asks for something that may not be there, and what has gone or is to go.
 ASKS = ("getattr", "hasattr")
-OLD = ("ClosedJaxpr", "pcast", "pvary", "vma", "manual_axis_type", "ft_in", "enable_x64")
+JAX = ("jax", "jaxlib")
+OLD = (
+    "ClosedJaxpr",
+    "pcast",
+    "pvary",
+    "vma",
+    "manual_axis_type",
+    "ft_in",
+    "enable_x64",
+)
 
 
 def of_versions(path):
@@ -184,16 +193,8 @@ def of_versions(path):
             yield number, line.strip()
 
 
-JAX = ("jax", "jaxlib")
-# What no longer depends on versions, or never did.
-ALLOWED = {
-    "refs.py": "with a `Ref` is zero (JAX 0.7 to 0.12), and a `jax.custom_jvp` refuses it.",
-}
-
-
 def test_only_one_file_depends_on_versions_of_jax():
     assert len({*of_versions(VERSIONS)}) > 10
     for path in FILES:
         if path != VERSIONS:
-            found = [x for x in of_versions(path) if x[1] != ALLOWED.get(path.name)]
-            assert found == [], path
+            assert [*of_versions(path)] == [], path

@@ -38,7 +38,7 @@ from .jaxprs import (
 )
 from .mesh import where_it_is, zeros_like
 from .trees import safe_zip
-from .versions import is_compiler_option, with_barrier
+from .versions import is_compiler_option, partitions, with_barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -631,7 +631,7 @@ def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
     back = _moved_last(numbers.out_spec)
     sharding = params.get("out_sharding")
     if sharding is not None:
-        spec = [*sharding.spec, *[None] * ndim]
+        spec = [*partitions(sharding.spec), *[None] * ndim]
         moved = PartitionSpec(*(spec[axis] for axis in back))
         params["out_sharding"] = NamedSharding(sharding.mesh, moved)
     lhs = jnp.transpose(lhs, _moved_last(numbers.lhs_spec))

@@ -3,7 +3,7 @@
 A `Ref` that a function makes for itself is a value that changes: the program without it
 passes that value from one equation to the next. JAX does the same when it compiles, but
 that is too late for derivatives: through a `jax.lax.scan`, its derivative of a function
-with a `Ref` is zero (JAX 0.7 to 0.12), and a `jax.custom_jvp` refuses it.
+with a `Ref` is zero, and a `jax.custom_jvp` refuses it.
 """
 
 import dataclasses

@@ -110,8 +110,8 @@ def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
 
 def as_array(x: Any) -> Array:
     """`jax.numpy.asarray`, inside `jax.vmap` on a mesh."""
-    # Can be `jnp.asarray` once JAX >= 0.8 is the lowest. JAX 0.7 gave an array the axes
-    # of another one.
+    # Can be `jnp.asarray` once JAX >= 0.11 is the lowest. Before, it may give an array
+    # the mesh axes of another one.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
