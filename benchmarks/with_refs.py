@@ -2,7 +2,7 @@
 
 `python -m benchmarks.with_refs` prints the temporary memory that XLA reports for
 JAX's recipe for microbatches (https://docs.jax.dev/en/latest/301/refs.html), the same
-loop with the sum as its carry, and `filter_micro_grad`. The gradients are compared, too.
+loop with the sum as its carry, and `filter_micro_grad`. It compares the gradients.
 """
 
 from collections.abc import Callable
