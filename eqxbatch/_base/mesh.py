@@ -540,7 +540,7 @@ def _as_written(fun: Callable[..., PyTree], operands: tuple) -> PyTree:
     try:
         return fun(*operands)
     except Exception as e:
-        if "unreduced" in str(e):
+        if "unreduced" in str(e) or "{U:" in str(e):
             e.add_note(
                 "An array in the function is unreduced, or reduced, over a mesh axis. "
                 "The sum over devices is then a part of derivatives, and JAX has none "
