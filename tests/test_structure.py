@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
 
 import pytest
 
@@ -142,3 +143,58 @@ def test_test_modules_do_not_import_from_each_other():
     ]
     # What they share has modules of its own.
     assert found == []
+
+
+VERSIONS = ROOT / "_base" / "versions.py"
+# What asks for something that may not be there, and what has gone or is to go.
+ASKS = ("getattr", "hasattr")
+JAX = ("jax", "jaxlib")
+OLD = (
+    "ClosedJaxpr",
+    "pcast",
+    "pvary",
+    "vma",
+    "manual_axis_type",
+    "ft_in",
+    "enable_x64",
+)
+
+
+def of_versions(path):
+    """What a file does that depends on the version of JAX, as line and text."""
+    tree = ast.parse(path.read_text())
+    # Names of what comes from JAX, such as `jax`, `lax`, `jex` and `Tracer`.
+    named = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None) or ""
+            for alias in node.names:
+                if f"{module}.{alias.name}".strip(".").split(".")[0] in JAX:
+                    named.add((alias.asname or alias.name).split(".")[0])
+    for node in ast.walk(tree):
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if is_call and node.func.id in ASKS:
+            text = ast.unparse(node.args[0])
+            # Settings are asked for by name because type checkers do not know them.
+            is_setting = text == "jax.config"
+            if text.split(".")[0] in named and not is_setting:
+                yield node.lineno, ast.unparse(node)
+            if node.args[1:] and ast.unparse(node.args[1]).strip("'") in OLD:
+                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Attribute) and node.attr in OLD:
+            yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "'ft_in'":
+            yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.ImportFrom):
+            old = [alias.name for alias in node.names if alias.name in OLD]
+            yield from ((node.lineno, name) for name in old)
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if re.search(r"\b(jax|jaxlib|JAX) (<|>|=|0\.\d)|version_info", line):
+            yield number, line.strip()
+
+
+def test_only_one_file_depends_on_versions_of_jax():
+    assert len({*of_versions(VERSIONS)}) > 10
+    for path in FILES:
+        if path != VERSIONS:
+            assert [*of_versions(path)] == [], path

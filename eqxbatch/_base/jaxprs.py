@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
 import numpy as np
-from jax import lax
 from jaxtyping import Array, PyTree
 
 from .trees import safe_zip, with_shapes_of_arrays
+from .versions import Closed, made_varying, scan_sizes, varying, with_consts
 
 
 # The primitives of which something is known, a line for each:
@@ -285,12 +285,12 @@ def _as_closed(x: Any) -> Any:
     """A jaxpr, or what was traced to one, as a closed jaxpr; None for others."""
     if isinstance(x, jax.stages.Traced):
         x = x.jaxpr
-    if isinstance(x, jex.ClosedJaxpr):
+    if isinstance(x, Closed):
         return x
     if not isinstance(x, jex.Jaxpr):
         return None
     # Programs of `jax.custom_derivatives.linear_call` have constants that are inputs.
-    return jex.ClosedJaxpr(x, [None] * len(x.constvars))
+    return with_consts(x, [None] * len(x.constvars))
 
 
 def is_remat(eqn: Any) -> bool:
@@ -392,7 +392,7 @@ def dependent_equations(jaxpr: Any, inputs: Sequence[bool]) -> Iterator[Any]:
 
 def run_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
     """Evaluates a jaxpr unchanged."""
-    return jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, consts))(*args)
+    return jex.jaxpr_as_fun(with_consts(jaxpr, consts))(*args)
 
 
 def evaluate_with(
@@ -558,41 +558,18 @@ def live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
         outs[:num] = carried
 
 
-def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many constants a scan has, and how many arrays it carries."""
-    params = eqn.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    # Since JAX 0.11, a scan has trees: of constants, of what it carries, and of slices.
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts.vals), len(carry.vals)
-
-
 def vary(x: Array, names: frozenset) -> Array:
     """Marks `x` as varying over mesh axes inside `jax.shard_map`.
 
     Its derivative is then that of one device, not the sum over all devices.
     """
     missing = names - varying(jax.typeof(x))
-    if not missing:
-        return x
-    pcast = getattr(lax, "pcast", None)
-    if pcast is not None:
-        return pcast(x, tuple(missing), to="varying")
-    pvary: Any = getattr(lax, "pvary")  # noqa: B009  # Its name in JAX 0.7.
-    return pvary(x, tuple(missing))
+    return made_varying(x, tuple(missing)) if missing else x
 
 
 def full_varying_as(aval: Any, value: int | float) -> Array:
     """An array filled with a number, with the type of a struct."""
     return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
-
-
-def varying(x: Any) -> frozenset:
-    """The mesh axes over which an array varies inside `jax.shard_map`."""
-    # The name of the attribute differs in JAX 0.10.
-    manual = getattr(x, "manual_axis_type", None)
-    return getattr(x, "vma", None) or getattr(manual, "varying", None) or frozenset()
 
 
 def is_struct(x: Any) -> bool:

@@ -36,6 +36,7 @@ from .jaxprs import (
     varying,
 )
 from .trees import safe_zip
+from .versions import partitions
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
@@ -62,11 +63,24 @@ def has_explicit_axes(struct: Any) -> bool:
     return AxisType.Explicit in [kind for _, kind in mesh_axes(struct).values()]
 
 
+def is_reduction(eqn: Any) -> bool:
+    """Whether an equation has arrays that are unreduced or reduced over a mesh axis.
+
+    The sum over devices is then a part of its derivative.
+    """
+    atoms = (*eqn.invars, *eqn.outvars)
+    return any(
+        spec.unreduced or spec.reduced
+        for spec in (x.aval.sharding.spec for x in atoms if has_explicit_axes(x.aval))
+    )
+
+
 def spec_of(x: Array) -> PartitionSpec:
     """The sharding of each axis of an array over the explicit axes of a mesh."""
     struct = jax.typeof(x)
     axes = mesh_axes(struct)
-    spec = [*(struct.sharding.spec if axes else ()), *[None] * struct.ndim]
+    spec = partitions(struct.sharding.spec) if axes else ()
+    spec = [*spec, *[None] * struct.ndim]
     is_explicit = lambda name: axes[name][1] == AxisType.Explicit
     names = (names_of(entry) for entry in spec[: struct.ndim])
     return PartitionSpec(*(tuple(filter(is_explicit, x)) or None for x in names))
@@ -94,7 +108,7 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
         sizes = [size for size, kind in named.values() if kind != AxisType.Manual]
         devices = math.lcm(devices, math.prod(sizes))
         if AxisType.Explicit in [kind for _, kind in named.values()]:
-            spec = [*struct.sharding.spec, *[None] * struct.ndim][axis]
+            spec = [*partitions(struct.sharding.spec), *[None] * struct.ndim][axis]
             shards = [named[name][0] for name in names_of(spec)]
             needed = math.lcm(needed, math.prod(shards))
     return devices if total % devices == 0 else needed
@@ -269,7 +283,7 @@ def replicated(x: Array, mesh: Mesh) -> Array:
     whole = NamedSharding(mesh, PartitionSpec())
     if AxisType.Explicit in mesh.axis_types:
         # Arrays on no mesh are replicated by `jax.shard_map`. Within a `jax.vmap` whose
-        # examples are on devices, JAX 0.12 fails if their type says so before.
+        # examples are on devices, JAX fails if their type says so before.
         return jax.sharding.reshard(x, whole) if is_on_mesh(x) else x
     return lax.with_sharding_constraint(x, whole)
 
@@ -293,7 +307,7 @@ def on_one_mesh(tree: PyTree) -> PyTree:
     """Moves all arrays of `tree` to the mesh with explicit axes that some are on.
 
     JAX can multiply an array on no mesh by one on a mesh, but cannot differentiate this
-    with respect to the former.
+    with respect to the former. Arrays that are reduced over axes become replicated.
     """
     return _moved(tree, lambda x: not is_on_mesh(x))
 
@@ -314,23 +328,54 @@ def put_on(tree: PyTree, mesh: Mesh) -> PyTree:
     return jtu.tree_map(put, tree)
 
 
+def _pending(x: Array) -> PartitionSpec:
+    """The sharding of an array with the axes over which it is unreduced or reduced."""
+    return jax.typeof(x).sharding.spec if is_explicit(x) else PartitionSpec()
+
+
+def check_reduced(tree: PyTree, name: str = "") -> None:
+    """Raises `ValueError` for arrays that are yet to be summed over devices.
+
+    JAX has rules for linear functions of them, and not in all versions an error for
+    others, which are then applied to the summand of one device.
+    """
+    for path, x in jtu.tree_leaves_with_path(tree):
+        names = _pending(x).unreduced if eqx.is_array(x) else ()
+        if names:
+            over = " and ".join(map(repr, sorted(names)))
+            which = f"`{name}{jtu.keystr(path)}`" if name else "An array"
+            raise ValueError(
+                f"{which} is unreduced over the mesh axis {over}: each device has one "
+                f"summand of {jax.typeof(x)}, which is for linear functions only. Sum "
+                "it before: `jax.sharding.reshard(x, jax.sharding.PartitionSpec())`."
+            )
+
+
 def _moved(
     tree: PyTree, is_moved: Callable[[Array], bool], to: Mesh | None = None
 ) -> PyTree:
     mesh = explicit_mesh(tree)
     if mesh is None:
         return tree
+    check_reduced(tree)
     arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
     is_traced = any(isinstance(x, Tracer) for x in arrays)
     # The mesh of a concrete array has devices.
     meshes = [] if is_traced else [x.sharding.mesh for x in arrays if is_explicit(x)]
 
     def put(x: Any) -> Any:
-        if not eqx.is_array(x) or not is_moved(x):
+        if not eqx.is_array(x):
+            return x
+        if is_moved(x):
+            spec = PartitionSpec()
+        elif _pending(x).reduced:
+            # Each device has all of it, as if it were replicated.
+            spec = spec_of(x)
+        else:
             return x
         if is_traced:
-            return reshard(x, NamedSharding(mesh, PartitionSpec()))
-        return jax.device_put(x, NamedSharding(to or meshes[0], PartitionSpec()))
+            return reshard(x, NamedSharding(mesh, spec))
+        return jax.device_put(x, NamedSharding(to or meshes[0], spec))
 
     return jtu.tree_map(put, tree)
 
@@ -343,14 +388,6 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     """
     mesh = explicit_mesh(tree)
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
-
-
-def on_mesh_around(tree: PyTree[Array]) -> PyTree[Array]:
-    """Moves new arrays made `within_mesh` to it; JAX 0.7 creates them on no mesh."""
-    if AxisType.Explicit not in get_abstract_mesh().axis_types:
-        return tree
-    put = lambda x: x if is_on_mesh(x) else reshard(x, PartitionSpec())
-    return jtu.tree_map(put, tree)
 
 
 def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
@@ -404,9 +441,17 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
 
     # Not of `fun` itself, whose arrays would be arguments of the program.
     run = lambda *operands: fun(*operands)
-    closed, *_ = eqx.filter_make_jaxpr(run)(*jtu.tree_map(struct, operands))
+    try:
+        closed, *_ = eqx.filter_make_jaxpr(run)(*jtu.tree_map(struct, operands))
+    except Exception as e:
+        # The class is not public. The function names axes of arrays that are not
+        # replicated, as for an unreduced product.
+        if type(e).__name__ != "ShardingTypeError":
+            raise
+        return True
     names_axes = any(
-        AxisType.Explicit in x.mesh.axis_types and any(x.spec)
+        AxisType.Explicit in x.mesh.axis_types
+        and any((*partitions(x.spec), x.spec.unreduced, x.spec.reduced))
         for x in _shardings(closed)
     )
     return names_axes or explicit_mesh([*constants(closed)]) is not None
@@ -483,9 +528,27 @@ def auto_sharded(
 
     `like` stands for the other arguments; only their shapes and dtypes matter.
     """
-    if explicit_mesh(operands) is None or needs_explicit_axes(fun, (*operands, *like)):
+    if explicit_mesh(operands) is None:
         return functools.partial(fun, *operands)
+    if needs_explicit_axes(fun, (*operands, *like)):
+        return lambda *args: _as_written(fun, (*operands, *args))
     return lambda *args: with_auto_axes(fun, (*operands, *args), specs)
+
+
+def _as_written(fun: Callable[..., PyTree], operands: tuple) -> PyTree:
+    """`fun(*operands)`, with a note if JAX cannot differentiate a sum over devices."""
+    try:
+        return fun(*operands)
+    except Exception as e:
+        if "unreduced" in str(e) or "{U:" in str(e):
+            e.add_note(
+                "An array in the function is unreduced, or reduced, over a mesh axis. "
+                "The sum over devices is then a part of derivatives, and JAX has none "
+                "for each of several examples that are spread over the same axis. Sum "
+                "unreduced arrays with `jax.sharding.reshard` before functions that "
+                "are not linear, and leave parameters replicated."
+            )
+        raise
 
 
 def _fitting(

@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from .backward import custom_backward
 from .jaxprs import equations_in, is_unknown_object, name_of
 from .traced_function import TracedFunction
+from .versions import Closed
 
 
 _Statement = tuple[type[Exception], str]
@@ -137,7 +138,7 @@ def without_reverse_mode(
     return _stated(lambda: jax.eval_shape(pulled, *point), _NO_REVERSE)
 
 
-def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> jex.ClosedJaxpr:
+def _traced(fun: Callable[[list], PyTree], point: list[Array]) -> Closed:
     """A function as its jaxpr, so that only JAX and custom rules run any code."""
     return jax.make_jaxpr(lambda *point: fun([*point]))(*point)
 

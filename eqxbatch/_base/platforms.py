@@ -38,6 +38,7 @@ from .jaxprs import (
 )
 from .mesh import where_it_is, zeros_like
 from .trees import safe_zip
+from .versions import is_compiler_option, partitions, with_barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +228,10 @@ def number_types(leaves: Sequence[Any]) -> str:
 _UNOPTIMISED = {"cpu": {"xla_backend_optimization_level": 0}}
 
 
-# From jaxlib 0.10.2 on, XLA for CPUs gives a product and what follows it to YNNPACK, as
+# XLA for CPUs gives a product and what follows it to YNNPACK, as
 # one fusion, whose memory it reports as 0: softmax of attention in 36 MB blocks is seen
 # to take 72 MB, and 73 MB are reported without such fusions. The value is a list of
-# kinds; this one is empty. jaxlib 0.8.1 is the first one that knows the option.
+# kinds; this one is empty.
 _WITHOUT_LIBRARY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
 
 
@@ -249,22 +250,8 @@ def memory_options(
 
 def has_library(backend: str) -> bool:
     """Whether the compiler gives products to a library, and can do without."""
-    return any(_is_option(*x) for x in _WITHOUT_LIBRARY.get(backend, {}).items())
-
-
-@functools.cache
-def _is_option(name: str, value: Any) -> bool:
-    """Whether the compiler knows an option: it compiles nothing with others.
-
-    There is no list of them, so the smallest program is compiled, in milliseconds.
-    """
-    try:
-        jax.jit(lambda: ()).lower().compile(compiler_options={name: value})
-    except Exception as e:
-        if "No such compile option" not in str(e):
-            raise
-        return False
-    return True
+    options = _WITHOUT_LIBRARY.get(backend, {})
+    return any(is_compiler_option(*x) for x in options.items())
 
 
 def num_bytes(tree: PyTree) -> int:
@@ -428,18 +415,9 @@ def after_loop(
 
 
 def in_turn(trees: PyTree) -> PyTree:
-    """An optimisation barrier for arrays that vary over the same devices.
-
-    In some versions of JAX, all of it varies over the devices that any of it does.
-    """
+    """Arrays of which none is read before all are computed."""
     leaves, treedef = jtu.tree_flatten(trees)
-    kinds = [varying(jax.typeof(x)) for x in leaves]
-    for kind in dict.fromkeys(kinds):
-        which = [i for i, other in enumerate(kinds) if other == kind]
-        barred = lax.optimization_barrier([leaves[i] for i in which])
-        for i, x in safe_zip(which, barred):
-            leaves[i] = x
-    return jtu.tree_unflatten(treedef, leaves)
+    return jtu.tree_unflatten(treedef, with_barrier(leaves))
 
 
 def materialised(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:
@@ -653,7 +631,7 @@ def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
     back = _moved_last(numbers.out_spec)
     sharding = params.get("out_sharding")
     if sharding is not None:
-        spec = [*sharding.spec, *[None] * ndim]
+        spec = [*partitions(sharding.spec), *[None] * ndim]
         moved = PartitionSpec(*(spec[axis] for axis in back))
         params["out_sharding"] = NamedSharding(sharding.mesh, moved)
     lhs = jnp.transpose(lhs, _moved_last(numbers.lhs_spec))

@@ -3,7 +3,7 @@
 A `Ref` that a function makes for itself is a value that changes: the program without it
 passes that value from one equation to the next. JAX does the same when it compiles, but
 that is too late for derivatives: through a `jax.lax.scan`, its derivative of a function
-with a `Ref` is zero (JAX 0.7 to 0.12), and a `jax.custom_jvp` refuses it.
+with a `Ref` is zero, and a `jax.custom_jvp` refuses it.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jax.core import Tracer
 from jaxtyping import Array
 
 from .jaxprs import (
@@ -29,6 +28,7 @@ from .jaxprs import (
     source_line,
 )
 from .trees import safe_zip
+from .versions import is_ref, is_type_of_ref
 
 
 def without_refs(closed: Any) -> Any:
@@ -59,22 +59,11 @@ def without_refs(closed: Any) -> Any:
     return jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars))
 
 
-def is_ref(x: Any) -> bool:
-    """Whether this is a mutable array."""
-    # A tracer of one is no instance in JAX 0.7.
-    is_traced = isinstance(x, Tracer)
-    return isinstance(x, jax.Ref) or (is_traced and _is_type_of_ref(jax.typeof(x)))
-
-
 @dataclasses.dataclass
 class _Cell:
     """The value of a `Ref` while its program is traced."""
 
     value: Array
-
-
-def _is_type_of_ref(aval: Any) -> bool:
-    return hasattr(aval, "inner_aval")
 
 
 def _has_refs(jaxpr: Any) -> bool:
@@ -85,7 +74,7 @@ def _has_refs(jaxpr: Any) -> bool:
 def _uses_refs(eqn: Any) -> bool:
     if not eqn.effects:
         return False
-    if any(_is_type_of_ref(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
+    if any(is_type_of_ref(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
         return True
     return any(map(_has_refs, inner_jaxprs(eqn)))
 

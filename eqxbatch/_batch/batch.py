@@ -64,6 +64,7 @@ from .._base.trees import (
     shown,
     with_shapes_of_arrays,
 )
+from .._base.versions import with_consts
 
 
 def is_state(x: Any) -> bool:
@@ -621,7 +622,6 @@ def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array,
     rows = x.shape[axis] // parts
     shape = (*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
     spec = [*spec_of(x)]
-    # JAX 0.7 needs a sharding here if another axis has size one.
     return _reshape(x, shape, [*spec[: axis + 1], None, *spec[axis + 1 :]])
 
 
@@ -686,7 +686,7 @@ def _put_back(x: Array, axis: int, blocks: Blocks) -> Array:
 
 def _full_and_rest(x: Array, axis: int, blocks: Blocks) -> list[Array]:
     """The rows of full microbatches, and those of the remainder if there are any."""
-    if blocks.remainder == 0:  # JAX 0.7 cannot transpose an empty piece here.
+    if blocks.remainder == 0:
         return [x]
     cut = x.shape[axis] * (blocks.total - blocks.remainder) // blocks.total
     return jnp.split(x, [cut], axis)
@@ -1050,7 +1050,7 @@ def lowered_program(
     num = len(closed.consts)
 
     def program(*args: Any) -> list:
-        inner = jex.ClosedJaxpr(closed.jaxpr, list(args[:num]))
+        inner = with_consts(closed.jaxpr, args[:num])
         return jex.jaxpr_as_fun(inner)(*args[num:])
 
     args = [*closed.consts, *leaves]

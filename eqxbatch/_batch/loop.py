@@ -17,7 +17,6 @@ from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -44,6 +43,7 @@ from .._base.trees import (
     sparse_nodes,
     with_shapes_of_arrays,
 )
+from .._base.versions import with_consts
 from .accumulators import (
     AbstractAccumulator,
     AbstractSummary,
@@ -482,7 +482,7 @@ def run_blocks(
 
     outs = array_structs(output)
     if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
-        # Not all versions of JAX include the sharding of the arrays in these shapes.
+        # Those of `jax.make_jaxpr` need not have their sharding.
         evaluate = functools.partial(run_jaxpr, full.jaxpr, full.consts)
         outs = jax.eval_shape(evaluate, array_structs(structs(blocks.size)))
 
@@ -982,7 +982,7 @@ def _check_backward(run: _Run, perturbed: Any) -> None:
     """
     if run.blocks.num <= 1 or not any(perturbed.full_consts):
         return
-    closed = jex.ClosedJaxpr(run.full, run.full_consts)
+    closed = with_consts(run.full, run.full_consts)
     if not custom_backward(closed, [True for _ in run.full.invars]).has_examples:
         raise ValueError(
             "The function applies a custom backward pass (`jax.custom_vjp`) to what "

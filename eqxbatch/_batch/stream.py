@@ -25,6 +25,7 @@ from .._base.jaxprs import is_struct
 from .._base.mesh import is_explicit, names_of
 from .._base.platforms import compiled
 from .._base.trees import described, difference, shown, with_shapes_of_arrays
+from .._base.versions import partitions
 from .accumulators import AbstractAccumulator, AbstractTotal, Concat
 from .batch import as_numpy, copied, has_rows, is_stored, read_rows, resolved
 from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
@@ -590,7 +591,7 @@ def _about(number: int) -> Iterator[None]:
 def _fitting(sharding: Sharding, x: Any) -> Sharding:
     """A sharding, or all rows on each device if they cannot be shared equally."""
     if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
-        names = names_of([*sharding.spec, None][0])
+        names = names_of([*partitions(sharding.spec), None][0])
         if x.shape[0] % math.prod(sharding.mesh.shape[name] for name in names):
             return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding

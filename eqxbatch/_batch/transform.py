@@ -31,7 +31,13 @@ import numpy as np
 from jaxtyping import Array, Integer, PyTree
 
 from .._base.checks import bound_arguments, check_callable, check_types, check_unjitted
-from .._base.mesh import auto_sharded, num_parts, on_one_mesh, within_mesh
+from .._base.mesh import (
+    auto_sharded,
+    check_reduced,
+    num_parts,
+    on_one_mesh,
+    within_mesh,
+)
 from .._base.platforms import compiled, number_types
 from .._base.trees import shown
 from .batch import as_microbatch_size, Batch, Blocks, resolve_size, resolved, Size
@@ -374,6 +380,8 @@ def run_compiled(transform: AbstractTransform, /, *args: Any, **kwargs: Any) -> 
 # function and shapes are not retraced.
 @compiled
 def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) -> Any:
+    for name, tree in [("args", args), *kwargs.items()]:
+        check_reduced(tree, name)
     apply = lambda transform, *call: transform.apply(*call)
     with of_passes(None):
         return on_their_mesh(apply, (transform, args, kwargs))

@@ -1,8 +1,6 @@
 """`explain_sites`: the sites of a function, and a check of derivatives against JAX."""
 
-import contextlib
 import dataclasses
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +20,7 @@ from .._base.modes import without_forward_mode
 from .._base.platforms import for_platform, platform
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._base.versions import double_precision
 from .._batch.accumulators import Sum
 from .._batch.batch import Batch, explained_failure, unbatched
 from .._batch.derivative import are_parameters, Loss, split_examples
@@ -141,21 +140,13 @@ class Call:
 
 def check_of(call: Call, paths: list[str]) -> SitesCheck:
     """Runs the check in float64 if the function can be differentiated there."""
-    with _double_precision():
+    with double_precision():
         wide = call.widened()
         reason = wide.refusal()
         if reason is None:
             return _compared(wide, paths, "float64", None)
     dtypes = sorted({str(x.dtype) for x in call.leaves})
     return _compared(call, paths, ", ".join(dtypes), reason)
-
-
-def _double_precision() -> contextlib.AbstractContextManager:
-    """Enables 64-bit types."""
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(True)
-    # Its location in older versions.
-    return importlib.import_module("jax.experimental").enable_x64(True)
 
 
 def _compared(

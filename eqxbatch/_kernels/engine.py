@@ -27,12 +27,12 @@ from .._base.jaxprs import constants
 from .._base.mesh import (
     is_explicit,
     is_on_mesh,
-    on_mesh_around,
     replicated,
     with_type_of,
 )
 from .._base.platforms import materialised, num_bytes
 from .._base.trees import safe_zip, shown
+from .._base.versions import on_mesh_around
 from .._batch.batch import Block
 from .._batch.loop import Rows, types_of
 from .kernel import (

@@ -19,6 +19,7 @@ from .._base.jaxprs import array_structs, is_struct, run_jaxpr, with_arrays
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
 from .._base.refs import without_refs
 from .._base.trees import safe_zip
+from .._base.versions import as_array
 from .._batch.accumulators import (
     AbstractTotal,
     check_weights,
@@ -367,8 +368,7 @@ def _as_array(leaf: Any, axis: int) -> Array:
             f"returned, which is not an array. Use `eqx.if_array({axis})` to map just "
             "the arrays of the output, or None."
         )
-    # JAX 0.7 gives an array that it converts the axes of another on a mesh.
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    return as_array(leaf)
 
 
 def _per_example(

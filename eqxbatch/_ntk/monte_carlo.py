@@ -207,8 +207,7 @@ class Average(eqx.Module):
         It is drawn in a separate step: otherwise, XLA for CPUs would draw its numbers
         on one core, and again for each use.
         """
-        # Outside of the condition: in JAX 0.7, its derivative would raise because only
-        # one of the keys is batched.
+        # Outside of the condition, in which only one of the keys would be batched.
         key = jr.fold_in(self.key, index)
         closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
         evaluate = functools.partial(run_jaxpr, closed.jaxpr, closed.consts)
@@ -241,7 +240,7 @@ def _spread_vmap(
         (num,) = {x.shape[0] for x in rows}
         name = axis.name if num % axis.num == 0 else None
         if name is not None:
-            # With JAX 0.12, types on a mesh with Explicit axes must say so, too.
+            # Types on a mesh with Explicit axes must say so, too.
             along = NamedSharding(axis.mesh, PartitionSpec(name))
             to = lambda x: jax.sharding.reshard(x, along) if is_explicit(x) else x
             rows = [*map(to, rows)]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
@@ -28,11 +27,12 @@ from .._base.jaxprs import (
 )
 from .._base.mesh import has_explicit_axes
 from .._base.trees import safe_zip
+from .._base.versions import Closed
 
 
 def linearized(
     jaxpr: Any, eqn: Any, moved: Sequence[int], outs: Sequence[int]
-) -> jex.ClosedJaxpr | str:
+) -> Closed | str:
     """The custom derivative of an equation, or the reason why there is none.
 
     Its inputs are those of `unique_inputs`, followed by tangents of the inputs in

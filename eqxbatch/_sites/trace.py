@@ -49,7 +49,7 @@ from .._base.jaxprs import (
     unknown_parameters,
     varying,
 )
-from .._base.mesh import in_this_mesh, is_on_mesh, zeros_like
+from .._base.mesh import in_this_mesh, is_on_mesh, is_reduction, zeros_like
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .custom import linearized
@@ -324,6 +324,10 @@ class Finder:
         closed = callee(eqn)
         if closed is not None:
             return self.call(equation, closed, inputs)
+        if is_reduction(eqn) and is_live:
+            # A sum over devices would mix examples.
+            reason = f"`{name}` of an array that is unreduced or reduced over devices"
+            self.fail(_views(inputs), equation, reason)
         if name in IDENTITIES:
             return inputs
         is_lookup = name in ("gather", "dynamic_slice") and has_views and is_live
