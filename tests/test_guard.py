@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,10 +117,11 @@ def test_programs_of_a_loop_in_python_are_noted():
 
 
 def is_of_other_versions():
-    return f"jax {jax.__version__}," not in TABLE.read_text()
+    found = (f"{x.__name__} {x.__version__}" for x in (jax, eqx))
+    return f"Traced with {', '.join(found)}." != TABLE.read_text().splitlines()[0]
 
 
-@pytest.mark.skipif(is_of_other_versions(), reason="the table is of another JAX")
+@pytest.mark.skipif(is_of_other_versions(), reason="the table is of other versions")
 def test_programs_of_many_calls():
     root = TABLE.parents[2]
     done = subprocess.run(

@@ -118,9 +118,11 @@ def _shown(params: dict[str, Any]) -> str:
     with_programs = {key for key, _ in _programs(params)}
     shown = []
     for key in sorted(params.keys() - with_programs - _LEFT_OUT):
-        if not callable(params[key]):
+        value = params[key]
+        # Most of what is not given says nothing.
+        if not callable(value) and (value is not None or key == "precision"):
             # Objects without a text of their own have an address.
-            text = re.sub(r" at 0x[0-9a-f]+", "", str(params[key]))
+            text = re.sub(r" at 0x[0-9a-f]+", "", str(value))
             shown.append(f"{key}={text}")
     return f"[{' '.join(shown)}]" if shown else ""
 
