@@ -138,8 +138,53 @@ def test_contributing_names_what_there_is():
 
 @pytest.mark.parametrize("breakage", breakages.BREAKAGES, ids=lambda x: x.name)
 def test_breakages_are_of_the_code_as_it_is(breakage):
-    broken = breakages.broken(breakage, ROOT)
-    assert broken != (ROOT / "eqxbatch" / breakage.file).read_text()
+    breakages.place(breakage, ROOT)
+    assert breakage.old != breakage.new
+
+
+def example(old, new, where="Some.method", **settings):
+    return breakages.Breakage("an example", where, old, new, "tests", **settings)
+
+
+BROKEN = """
+def other(x):
+    return x + 1
+
+class Some:
+    table = "a line, another line"
+
+    def method(self, x):
+        # Comments and layout do not count.
+        if x:
+            y = x + (
+                1)
+            return y * 2
+        return x
+"""
+
+
+@pytest.mark.parametrize(
+    ("breakage", "expected"),
+    (
+        (example("x + 1", "x - 1"), "y = x - 1"),
+        (example("y = x + 1\nreturn y * 2", "pass"), "if x:\n            pass\n"),
+        (example("return x", "return not x"), "return not x"),
+        (example("another", "no", "Some.table", in_string=True), "a line, no line"),
+        (example("y + 1", "y"), None),
+        (example("x", "y"), None),
+        (example("x + 1", "x", "method"), None),
+        (example("line", "no", "Some.table", in_string=True), None),
+    ),
+)
+def test_breakages_are_compared_as_syntax_trees(breakage, expected, tmp_path):
+    file = tmp_path / "eqxbatch" / "module.py"
+    file.parent.mkdir()
+    file.write_text(BROKEN)
+    if expected is None:
+        with pytest.raises(SystemExit, match="'an example' is out of date"):
+            breakages.broken(breakage, tmp_path)
+    else:
+        assert expected in breakages.broken(breakage, tmp_path)
 
 
 def test_examples_are_in_the_docs():

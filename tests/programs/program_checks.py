@@ -7,14 +7,12 @@ estimated to be cheapest.
 
 import collections
 import contextlib
-import dataclasses
 import math
 import random
 import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import equinox as eqx
 import jax
@@ -22,15 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqxbatch
-from eqxbatch._base import platforms
-from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._curvature import curvature_matrices
-from eqxbatch._gradients.per_example import SiteGradients
-from eqxbatch._ntk import pairings
-from eqxbatch._sites import cost
-from eqxbatch._sites.factors import Factors, gradients
-from eqxbatch._sites.site import is_allowed
-from eqxbatch._sites.trace import Program as Sites
+from ..sites.adapter import Form, Sites, with_hessians_by_sites, with_kernels_by
 from .program_draw import Program
 from .program_subject import Subject
 
@@ -44,79 +34,24 @@ CLIP = 0.3
 EXERCISED: collections.Counter = collections.Counter()
 
 
-def count(sites: Sites, contractions: list[cost.Contraction]) -> None:
-    forms = {own.leaf: f"{own.form}{' kept' * own.keeps}" for own in contractions}
-    for site in sites.sites:
-        form = forms[site.leaf]
-        kind = ("scanned " * len(site.loops)) + site.rule.kind
-        EXERCISED["rule", kind, form] += 1
-        for step in site.view.key:
-            EXERCISED["view", re.split(r"[\[( ]", step)[0], form] += 1
+def count(sites: Sites, form: Form) -> None:
+    forms = sites.forms(form)
+    for place in sites.places:
+        kind = ("scanned " * place.num_loops) + place.kind
+        EXERCISED["rule", kind, forms[place.leaf]] += 1
+        for step in place.steps:
+            EXERCISED["view", re.split(r"[\[( ]", step)[0], forms[place.leaf]] += 1
 
 
-# The three functions below are all that depends on how a contraction is chosen.
-
-
-def forced(sites: Sites, form: str) -> list[cost.Contraction]:
-    """The contraction of each leaf: `form`, where it may be used for that leaf."""
-    kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
-
-    def one(leaf: int) -> cost.Contraction:
-        own = sites.sites_of(leaf)
-        chosen, keeps = kind, form == "once"
-        if not own:
-            chosen, keeps = "none", False
-        elif leaf in sites.fallbacks:
-            chosen, keeps = "derivative", True
-        elif kind == "factors" and not all(
-            is_allowed("gram", a, b) for a in own for b in own
-        ):
-            chosen = "gradient"
-        return cost.Contraction(leaf, chosen, keeps, cost.Cost())
-
-    return [one(leaf) for leaf in range(len(sites.leaves))]
-
-
-@contextlib.contextmanager
-def forced_kernel(form: str) -> Iterator[None]:
-    """Factors for all leaves that they may be used for, or Jacobians for all leaves."""
-    real = pairings.choose_formed
-
-    def chosen(
-        first: Any, second: Any, which: int, schedule: Any
-    ) -> tuple[list[int], float]:
-        if form == "auto":
-            return real(first, second, which, schedule)
-        costs = pairings.leaf_costs(first, second, which, schedule)
-        wanted = {
-            "gram": lambda gram, own: math.isinf(gram),
-            "formed": lambda _, own: not math.isinf(own),
-        }
-        leaves = range(len(costs))
-        used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
-        return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
-
-    with mock.patch.object(pairings, "choose_formed", chosen):
-        yield
-
-
-@contextlib.contextmanager
-def forced_mixture(seed: int) -> Iterator[None]:
+def forced_mixture(seed: int) -> contextlib.AbstractContextManager:
     """Hessians by sites for some leaves, and by products for the others.
 
     For some seeds, as if they were large: blocks and examples one after the other.
     """
     rng = random.Random(seed)
-    some = lambda program, covered, *_: {
-        i for i in sorted(covered) if rng.random() < 0.5
-    }
-    with contextlib.ExitStack() as stack:
-        patch = lambda *args: stack.enter_context(mock.patch.object(*args))
-        patch(curvature_matrices, "cheapest", some)
-        if seed % 4 == 0:
-            small = dataclasses.replace(platforms.CPU, factor_bytes=0)
-            stack.enter_context(platforms.for_platform(small))
-        yield
+    return with_hessians_by_sites(
+        lambda leaf: rng.random() < 0.5, in_turn=seed % 4 == 0
+    )
 
 
 class _Model(eqx.Module):
@@ -142,39 +77,28 @@ def check(fun: Callable[[Subject], Triples]) -> Callable:
 def norms_and_sums(s: Subject) -> Triples:
     """Each contraction, of all leaves for which it may be used."""
     one_example = [x[0] for x in s.examples]
-    traced = TracedFunction(lambda ws, rows: s.loss(ws, *rows), s.leaves, one_example)
+    by_rules = Sites.of(lambda ws, rows: s.loss(ws, *rows), s.leaves, one_example)
     truth = s.gradients
     num = s.examples[0].shape[0]
     is_kept = jnp.arange(num) != 1
     weights = jnp.arange(1.0, num + 1)
-    all_forms = {True: ("factors", "once", "twice"), False: ("derivative",)}
-    for rules, forms in all_forms.items():
-        sites = Sites(traced, use_rules=rules)
-
-        def one(x: Any, t: Any, sites: Sites = sites) -> tuple[list, list]:
-            outs, operands, pull = sites.linearize(s.leaves, [x, t], 1)
-            return operands, pull([jnp.ones_like(outs[0])])
-
-        found = jax.vmap(one)(*s.examples)
-        factors = Factors(*found, num=num, values=sites.values(s.leaves))
-        for form in forms:
-            contractions = forced(sites, form)
-            count(sites, contractions)
-            found = SiteGradients(sites, contractions, factors, s.leaves)
-            norms = [x.number for x in found.squares()]
-            sums = found.weighted_sums([weights] * len(s.leaves), is_kept)
+    forms: dict[bool, tuple[Form, ...]]
+    forms = {True: ("factors", "once", "twice"), False: ("derivative",)}
+    for has_rules in forms:
+        sites = by_rules if has_rules else by_rules.without_rules()
+        examples = sites.examples(s.leaves, s.examples)
+        for form in forms[has_rules]:
+            count(sites, form)
+            norms, sums = examples.contracted(form, weights, is_kept)
             for i, true in enumerate(truth):
                 square = jnp.sum(jnp.abs(true.reshape(num, -1)) ** 2, 1)
                 yield f"{form}: squared norms of leaf {i}", norms[i], square
                 total = jnp.tensordot((weights * is_kept).astype(true.dtype), true, 1)
                 yield f"{form}: sum of leaf {i}", sums[i], total
-        if rules:
-            for i, true in enumerate(truth):
-                own = sites.sites_of(i)
-                if own:
-                    formed = gradients(own, factors, sites.leaves[i])
-                    formed = jnp.broadcast_to(formed, true.shape)
-                    yield f"gradients of leaf {i}", formed, true
+        for i, true in enumerate(truth if has_rules else ()):
+            if sites.is_used(i):
+                formed = jnp.broadcast_to(examples.gradients(i), true.shape)
+                yield f"gradients of leaf {i}", formed, true
 
 
 def _clipped(s: Subject, method: str) -> Triples:
@@ -252,7 +176,7 @@ def _kernels(s: Subject, form: str) -> Triples:
         examples, others, kind = s.others, s.other_jacobians, "two"
     except (TypeError, ValueError):  # Not for inputs of that length.
         examples, others, kind = s.examples, s.jacobians, "itself"
-    with forced_kernel(form):
+    with with_kernels_by(form):
         found = jax.tree.leaves(_ntk(s, form)(s.examples, examples))
     for i, k in enumerate(found):
         expected = _interleaved(_kernel(s, s.jacobians, others, i))
@@ -279,7 +203,7 @@ def _settings(s: Subject) -> tuple[str, list]:
 def kernels_symmetric(s: Subject) -> Triples:
     """Of one input, and of each example with itself."""
     form, outs = _settings(s)
-    with forced_kernel(form):
+    with with_kernels_by(form):
         found = jax.tree.leaves(_ntk(s, form)(s.examples))
         each = jax.tree.leaves(_ntk(s, form).diagonal(s.examples))
     for i in range(len(outs)):
@@ -295,7 +219,7 @@ def kernels_traced(s: Subject) -> Triples:
     form, outs = _settings(s)
     if not all(out.ndim for out in outs):
         return
-    with forced_kernel(form):
+    with with_kernels_by(form):
         traces = jax.tree.leaves(_ntk(s, form, trace_axes=(-1,))(s.examples))
         diagonals = jax.tree.leaves(_ntk(s, form, diagonal_axes=(1,))(s.examples))
     for i, out in enumerate(outs):

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 import eqxbatch
-from eqxbatch._base.jaxprs import callee, PRODUCTS
+from ..sites.adapter import called, is_product
 
 
 # TF32 on GPUs, and bfloat16 on TPUs.
@@ -50,10 +50,10 @@ def evaluate(closed: jex.ClosedJaxpr, args: list, bits: int) -> list:
 
 def _outputs(eqn: Any, args: list, bits: int) -> list:
     name, params = eqn.primitive.name, dict(eqn.params)
-    inner = callee(eqn) or params.get("call_jaxpr")
+    inner = called(eqn) or params.get("call_jaxpr")
     if inner is not None:
         return evaluate(inner, args, bits)
-    if name in PRODUCTS and not _is_exact(params["precision"]):
+    if is_product(name) and not _is_exact(params["precision"]):
         is_single = lambda x: x.dtype == jnp.float32
         cut = lambda x: lax.reduce_precision(x, 8, bits) if is_single(x) else x
         args = [*map(cut, args)]

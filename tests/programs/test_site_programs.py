@@ -1,11 +1,9 @@
 """Random programs against dense derivatives; `site_programs` runs for longer."""
 
-from unittest import mock
-
 import jax
 import pytest
 
-from eqxbatch._sites import gram
+from ..sites.adapter import scaled_products_of_factors
 from .program_draw import draw
 from .site_programs import examine, settings
 
@@ -121,6 +119,6 @@ def test_the_search_finds_what_is_broken():
     with settings():
         program = draw(7, ("linear",))
     jax.clear_caches()
-    with mock.patch.object(gram, "_scale", return_value=1.5):
+    with scaled_products_of_factors(1.5):
         result = examine(program, ["norms_and_sums"])
     assert {finding.check for finding in result.findings} == {"norms_and_sums"}

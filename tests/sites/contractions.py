@@ -5,27 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqxbatch._base.dtypes import common_dtype, squared_norm
-from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._sites.factors import (
-    EXAMPLE,
-    Factors,
-    gradients,
-    Labels,
-    OTHER_EXAMPLE,
-    weighted_sum,
-)
-from eqxbatch._sites.gram import gram, has_gram, OfLeaf, squared_norms
-from eqxbatch._sites.site import Label, Site
-from eqxbatch._sites.trace import Program
+from .adapter import Examples, Sites
 from .second_order import second_order
 from .subject import as_numpy, largest_entry, largest_error, make_subject, Subject
-
-
-_OUTPUTS: tuple[Label, Label] = (("output", 0), ("output", 1))
-
-
-_KERNEL: Labels = (EXAMPLE, _OUTPUTS[0], OTHER_EXAMPLE, _OUTPUTS[1])
 
 
 Errors = dict[str, float]
@@ -51,7 +33,7 @@ def contraction_errors(fun, model, xs) -> list[Errors]:
 
 def _floor(subject: Subject, largest: float) -> float:
     """The value below which an entry is rounding error relative to other leaves."""
-    dtype = common_dtype(*(x.dtype for x in subject.leaves))
+    dtype = jnp.result_type(*(x.dtype for x in subject.leaves))
     return float(jnp.finfo(dtype).eps) ** 0.5 * largest
 
 
@@ -79,57 +61,41 @@ def _by_sites(subject: Subject) -> list[tuple[dict[str, list[Array]], Array]]:
     Jacobians.
     """
     one = [np.asarray(row)[0] for row in subject.rows]
-    program = Program(TracedFunction(subject.outputs, subject.leaves, one))
+    sites = Sites.of(subject.outputs, subject.leaves, one)
 
     @jax.jit
     def run(leaves: list, rows: list) -> list:
-        def of_one(*rows: Array) -> tuple[list, list, list]:
-            outs, operands, pullback = program.linearize(leaves, [*rows], 1)
-            pull = lambda seed: pullback([seed])
-            seeds = jnp.eye(outs[0].size, dtype=outs[0].dtype)
-            gradient = pull(jax.grad(subject.scalar)(outs[0]))
-            return operands, gradient, jax.vmap(pull)(seeds)
-
-        operands, cotangents, pulled = jax.vmap(of_one)(*rows)
-        values = program.values(leaves)
-        factors = Factors(operands, cotangents, values=values)
-        sides = [
-            Factors(operands, pulled, (label,), values=values) for label in _OUTPUTS
-        ]
+        gradient = jax.grad(subject.scalar)
+        found = sites.examples(leaves, rows, gradient, with_jacobians=True)
         return [
-            _contracted(program.sites_of(leaf), factors, sides, struct, subject)
-            for leaf, struct in enumerate(program.leaves)
+            _contracted(sites, found, leaf, subject)
+            for leaf, _ in enumerate(sites.leaves)
         ]
 
     return run(subject.leaves, subject.rows)
 
 
 def _contracted(
-    sites: list[Site],
-    factors: Factors,
-    sides: list[Factors],
-    struct: jax.ShapeDtypeStruct,
-    subject: Subject,
+    sites: Sites, found: Examples, leaf: int, subject: Subject
 ) -> tuple[dict[str, list[Array]], Array]:
-    num = subject.num
-    if not sites:
-        zeros = jnp.zeros((num, subject.num_outputs, *struct.shape), struct.dtype)
+    if not sites.is_used(leaf):
+        struct = sites.leaves[leaf]
+        shape = (subject.num, subject.num_outputs, *struct.shape)
+        zeros = jnp.zeros(shape, struct.dtype)
         return {"each": [zeros[:, 0]], "sums": [], "norms": [], "kernels": []}, zeros
-    each = gradients(sites, factors, struct)
-    dtype = each.real.dtype
-    weights = jnp.asarray(_weights(subject), dtype)
-    found = {
+    each = found.gradients(leaf)
+    weights = jnp.asarray(_weights(subject), each.real.dtype)
+    squares = jnp.sum(jnp.abs(each.reshape(each.shape[0], -1)) ** 2, 1)
+    results = {
         "each": [each],
-        "sums": [weighted_sum(sites, factors, struct, weights)],
-        "norms": [squared_norm(each)],
+        "sums": [found.weighted_sum(leaf, weights)],
+        "norms": [squares],
         "kernels": [],
     }
-    if has_gram(sites):
-        found["norms"] += squared_norms([OfLeaf(sites, factors, struct)])
-        pair = (OfLeaf(sites, side, struct) for side in sides)
-        kernel = gram(*pair, OTHER_EXAMPLE, _KERNEL)
-        found["kernels"].append(kernel)
-    return found, gradients(sites, sides[0], struct)
+    if sites.has_kernel(leaf):
+        results["norms"] += found.squared_norms(leaf)
+        results["kernels"].append(found.kernel_of_outputs(leaf))
+    return results, found.jacobians(leaf)
 
 
 def _leaf_errors(

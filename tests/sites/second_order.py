@@ -14,18 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from eqxbatch._batch.batch import split_batch
-from eqxbatch._batch.derivative import Loss
-from eqxbatch._curvature.by_sites import is_covered, Pair, RequestedBlocks
-from eqxbatch._curvature.columns import replaced
-from eqxbatch._curvature.curvature_matrices import (
-    AbstractCurvature,
-    CurvatureBlocks,
-    GaussNewtonCurvature,
-    LossCurvature,
-)
-from eqxbatch._curvature.pytree import by_pairs
-from eqxbatch._sites.trace import Program
+from .adapter import Curvature
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
 
@@ -41,6 +30,18 @@ _MOST_BLOCKS, _MOST_OF_BLOCKS = 128, 2**23
 # Leaves with at most this many entries are compared in all of them; larger leaves in
 # this many entries, and in as many random directions.
 _MOST_EXACT, _NUM_DIRECTIONS = 64, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """The blocks of a matrix that are compared, or their diagonals."""
+
+    pairs: list[tuple[int, int]]
+    is_diagonal: bool
+
+    @property
+    def leaves(self) -> set[int]:
+        return {leaf for pair in self.pairs for leaf in pair}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,35 +85,31 @@ def second_order(
     return errors
 
 
-def _curvature(subject: Subject, leaves: list, *, is_ggn: bool) -> AbstractCurvature:
-    fun = subject.outputs if is_ggn else subject.value
-    batch = split_batch(fun, (None, 0), (leaves, subject.rows), {})
-    loss = Loss(fun, batch, leaves, [None for _ in leaves], has_aux=False)
+def _curvature(
+    subject: Subject, leaves: list, rows: list, *, is_ggn: bool
+) -> Curvature:
     if is_ggn:
-        return GaussNewtonCurvature(loss, lambda outs, rows: subject.loss(outs))
-    return LossCurvature(loss)
+        return Curvature(subject.outputs, subject.loss, leaves, rows)
+    return Curvature(subject.value, None, leaves, rows)
 
 
-def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> RequestedBlocks:
+def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> _Blocks:
     """The blocks that are small enough, of leaves whose sites return few numbers."""
-    curvature = _curvature(subject, subject.leaves, is_ggn=is_ggn)
-    program = Program(curvature.program, num_outputs=curvature.num_outputs, order=2)
-    all_own = RequestedBlocks(
-        [(i, i) for i, _ in enumerate(subject.leaves)], is_diagonal
-    )
+    curvature = _curvature(subject, subject.leaves, subject.rows, is_ggn=is_ggn)
+    sites = curvature.sites
     chosen: list[int] = []
     perturbations: set[int] = set()
-    sizes = [struct.size for struct in program.perturbations]
+    sizes = sites.sizes
     # Leaves with small perturbations come first, so that most leaves are compared.
     perturbations_of = lambda leaf: {
-        site.perturbation for site in program.sites_of(leaf)
+        place.perturbation for place in sites.places if place.leaf == leaf
     }
     for leaf in sorted(
         range(len(subject.leaves)),
         key=lambda i: sum(sizes[t] for t in perturbations_of(i)),
     ):
         perturbed = perturbations_of(leaf)
-        if not is_covered(program, leaf, all_own, counts_cancelled=False):
+        if not curvature.is_covered(leaf, is_diagonal=is_diagonal):
             if subject.leaves[leaf].size <= _MOST_COLUMNS:
                 chosen.append(leaf)
             continue
@@ -126,12 +123,14 @@ def _requested(subject: Subject, *, is_diagonal: bool, is_ggn: bool) -> Requeste
         ):
             chosen.append(leaf)
             perturbations |= perturbed
-    if not is_ggn and curvature.excludes_sites(set(chosen)):
-        return RequestedBlocks([], is_diagonal)
-    return RequestedBlocks(_small_pairs(subject, chosen, is_diagonal), is_diagonal)
+    if curvature.excludes_sites(set(chosen)):
+        return _Blocks([], is_diagonal)
+    return _Blocks(_small_pairs(subject, chosen, is_diagonal), is_diagonal)
 
 
-def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list[Pair]:
+def _small_pairs(
+    subject: Subject, leaves: list[int], is_diagonal: bool
+) -> list[tuple[int, int]]:
     if is_diagonal:
         return [(leaf, leaf) for leaf in sorted(leaves)]
     with_itself = [(leaf, leaf) for leaf in leaves]
@@ -147,26 +146,18 @@ def _small_pairs(subject: Subject, leaves: list[int], is_diagonal: bool) -> list
     return chosen
 
 
-def _by_sites(
-    subject: Subject, requested: dict[str, RequestedBlocks]
-) -> dict[str, list]:
+def _by_sites(subject: Subject, requested: dict[str, _Blocks]) -> dict[str, list]:
     """The requested blocks, summed over the examples."""
 
     @jax.jit
     def run(leaves: list, rows: list) -> dict[str, list[Array]]:
-        traced = dataclasses.replace(subject, leaves=leaves, rows=rows)
         result: dict[str, list[Array]] = {}
         for quantity, blocks in requested.items():
             is_ggn = quantity == "gauss_newton"
-            curvature = _curvature(traced, leaves, is_ggn=is_ggn)
-            if blocks.pairs:
-                by_sites = CurvatureBlocks(curvature, blocks, "sites", None)
-                sums = by_sites.sums(rows, None)
-                groups = [*zip(by_sites.groups, sums, strict=True)]
-                of_pairs = by_pairs(groups, leaves)
-                result[quantity] = [of_pairs[pair] for pair in blocks.pairs]
-            else:
-                result[quantity] = []
+            curvature = _curvature(subject, leaves, rows, is_ggn=is_ggn)
+            result[quantity] = curvature.blocks(
+                blocks.pairs, is_diagonal=blocks.is_diagonal
+            )
         return result
 
     return run(subject.leaves, subject.rows)
@@ -182,7 +173,8 @@ def _products(
     point = [subject.leaves[leaf] for leaf in curved]
 
     def total(at: list) -> Array:
-        leaves = replaced(subject.leaves, curved, at)
+        moved = dict(zip(curved, at, strict=True))
+        leaves = [moved.get(i, leaf) for i, leaf in enumerate(subject.leaves)]
         return jnp.sum(jax.vmap(subject.value, (None, 0))(leaves, subject.rows))
 
     @jax.jit
@@ -222,7 +214,7 @@ def _directions(
 
 
 def _compared(
-    requested: RequestedBlocks, found: list, products: list[_Product], quantity: str
+    requested: _Blocks, found: list, products: list[_Product], quantity: str
 ) -> dict[int, float]:
     """For each leaf, the largest error of its blocks."""
     name = "gauss_newton" if quantity == "gauss_newton" else "hessian"

@@ -12,7 +12,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Inexact, PyTree, Real
 
-from eqxbatch._base.dtypes import as_real, is_complex
 from .oracle import cast
 
 
@@ -73,7 +72,11 @@ def make_subject(fun: Callable, model: PyTree, xs: PyTree) -> Subject:
         return jtu.tree_leaves(eqx.filter(out, eqx.is_inexact_array))
 
     def outputs(leaves: list, rows: list) -> Array:
-        parts = jtu.tree_leaves(as_real(returned(leaves, rows)))
+        parts = [
+            part
+            for x in returned(leaves, rows)
+            for part in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))
+        ]
         flat = jnp.concatenate([x.reshape(-1) for x in parts])
         if flat.size <= _MOST_OUTPUTS:
             return flat
@@ -81,7 +84,7 @@ def make_subject(fun: Callable, model: PyTree, xs: PyTree) -> Subject:
         return directions @ flat / flat.size**0.5
 
     structs = jax.eval_shape(returned, leaves, [np.asarray(row)[0] for row in rows])
-    is_scalar = [x.shape for x in structs] == [()] and not is_complex(structs[0])
+    is_scalar = [x.shape for x in structs] == [()] and structs[0].dtype.kind != "c"
     return Subject(outputs, leaves, rows, is_scalar)
 
 
@@ -104,4 +107,4 @@ def largest_entry(x: Any) -> float:
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    return np.asarray(x, np.complex128 if is_complex(x) else float)
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else float)

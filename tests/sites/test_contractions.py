@@ -1,7 +1,5 @@
 """What compares all contractions finds what is wrong in any of them."""
 
-import dataclasses
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,10 +7,8 @@ import jax.random as jr
 import numpy as np
 import pytest
 
-from eqxbatch._curvature import by_sites
-from eqxbatch._sites import gram, trace
-from eqxbatch._sites.factors import EXAMPLE
 from ..layers import LAYERS
+from .adapter import broken_products, doubled_norms, first_entry_of_blocks_scaled
 from .contractions import contraction_errors
 
 
@@ -32,21 +28,6 @@ def of_layer(name, num=2):
     return contraction_errors(fun, model, jax.vmap(example)(jr.split(jr.key(1), num)))
 
 
-def break_products(monkeypatch, **changes):
-    """Gives the rule of products other fields."""
-
-    def find_broken(eqn, position):
-        rule = find_rule(eqn, position)
-        if rule is None or rule.kind != "dot_general":
-            return rule
-        return dataclasses.replace(
-            rule, **{name: change(rule) for name, change in changes.items()}
-        )
-
-    find_rule = trace.find_rule
-    monkeypatch.setattr(trace, "find_rule", find_broken)
-
-
 def test_a_good_model():
     for leaf in of_layer("Embedding, of a sequence"):
         # Nothing is left out of what is as small as that.
@@ -54,54 +35,42 @@ def test_a_good_model():
         assert max(leaf.values()) < 1e-12
 
 
-def test_broken_rule(monkeypatch):
-    break_products(monkeypatch, scale=lambda _: 1.01)
-    weight, bias = of_linear()
+def test_broken_rule():
+    with broken_products(scale=1.01):
+        weight, bias = of_linear()
     for error in weight.values():
         assert 5e-3 < error < 5e-2
     # Blocks with the weight are the bias's, too.
     assert max(bias[name] for name in (*FIRST, "diagonal")) < 1e-12
 
 
-def test_broken_sums(monkeypatch):
+def test_broken_sums():
     # What a sum over examples is the transpose of.
-    break_products(monkeypatch, op=lambda rule: lambda a, w: 2 * rule.op(a, w))
-    weight, bias = of_linear()
+    with broken_products(change=lambda op: lambda a, w: 2 * op(a, w)):
+        weight, bias = of_linear()
     assert weight["gradient"] > 0.1
     assert max(weight["norm"], weight["kernel"], bias["gradient"]) < 1e-12
 
 
-def test_what_is_not_finite_is_an_error(monkeypatch):
-    break_products(monkeypatch, scale=lambda _: float("nan"))
-    weight, bias = of_linear()
+def test_what_is_not_finite_is_an_error():
+    with broken_products(scale=float("nan")):
+        weight, bias = of_linear()
     assert {*weight.values()} == {np.inf}
     assert bias["gradient"] < 1e-12
 
 
-def test_contractions_that_are_not_chosen(monkeypatch):
-    terms = gram.gram_terms
-
-    def broken(uses, other, example=EXAMPLE):
-        factor = 2 if uses is other and example == EXAMPLE else 1
-        return [(x, factor * scale) for x, scale in terms(uses, other, example)]
-
-    monkeypatch.setattr(gram, "gram_terms", broken)
-    weight = of_layer("Conv2d, in groups", num=1)[0]
+def test_contractions_that_are_not_chosen():
+    with doubled_norms():
+        weight = of_layer("Conv2d, in groups", num=1)[0]
     assert weight["norm"] == pytest.approx(2**0.5 - 1)
     assert weight["gradient"] < 1e-12
 
 
-def test_broken_curvature_of_large_leaves(monkeypatch):
+def test_broken_curvature_of_large_leaves():
     # So large that it is compared along random directions.
-    contracted = by_sites.contract
-
-    def broken(terms, out):
-        block = contracted(terms, out)
-        return block.at[(0,) * block.ndim].multiply(1.5)
-
-    monkeypatch.setattr(by_sites, "contract", broken)
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
-    weight, bias = of_linear(15, 20, fun)
+    with first_entry_of_blocks_scaled(1.5):
+        weight, bias = of_linear(15, 20, fun)
     assert max(weight[name] for name in FIRST) < 1e-12
     assert min(weight["hessian"], weight["gauss_newton"]) > 1e-3
     assert min(bias[name] for name in SECOND) > 1e-3

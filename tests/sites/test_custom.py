@@ -9,11 +9,9 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 from eqxbatch import explain_sites, filter_hessian, filter_micro_grad, Sum
-from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._sites.factors import Factors, gradients
-from eqxbatch._sites.trace import Program
 from ..helpers import KINDS, make_mesh, put, rows_only, variants
 from ..layers import Case, tokens, vectors, weight
+from .adapter import Sites
 from .oracle import compare
 
 
@@ -192,7 +190,7 @@ def test_what_the_backward_pass_does_for_data_is_its_own():
 
 def program_of(fun, *ws, order=1):
     run = lambda ws, rows: fun(*ws, *rows)
-    return Program(TracedFunction(run, ws, [jnp.ones(4)]), order=order)
+    return Sites.of(run, ws, [jnp.ones(4)], order=order)
 
 
 def test_asks_which_inputs_are_differentiated():
@@ -297,7 +295,7 @@ def test_branches_without_a_derivative():
     stopped = lambda w, x: lax.cond(
         jnp.sum(x) > 0, lambda x: lax.stop_gradient(x), jnp.round, w @ x
     )
-    assert not program_of(lambda w, x: jnp.sum(stopped(w, x)), weight(4, 4)).sites
+    assert not program_of(lambda w, x: jnp.sum(stopped(w, x)), weight(4, 4)).places
 
 
 def test_second_derivatives():
@@ -372,18 +370,12 @@ def test_infinite_derivatives_do_not_reach_the_value():
     product.defjvp(lambda p, t: (product(*p), t[0] / p[1] + p[0] * t[1]))
     fun = lambda ws, x: jnp.sum(ws[0] * product(ws[1], jnp.sin(ws[2] * x)))
     ws, x = [jnp.ones(3) for _ in range(3)], jnp.arange(3.0)
-    traced = TracedFunction(lambda ws, rows: fun(ws, *rows), ws, [x])
-    program = Program(traced)
+    sites = Sites.of(lambda ws, rows: fun(ws, *rows), ws, [x])
 
     @jax.jit
     def run(ws, x):
-        outs, operands, pull = program.linearize(ws, [x], 1)
-        found = jax.tree.map(lambda x: x[None], (operands, pull([jnp.ones(())])))
-        factors = Factors(*found, values=program.values(ws))
-        return outs[0], [
-            gradients(program.sites_of(i), factors, leaf)[0]
-            for i, leaf in enumerate(program.leaves)
-        ]
+        found = sites.examples(ws, [x[None]])
+        return found.outputs[0], [found.gradients(i)[0] for i, _ in enumerate(ws)]
 
     value, truth = jax.jit(jax.value_and_grad(fun))(ws, x)
     assert np.isinf(truth[1][0])

@@ -13,13 +13,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from eqxbatch import filter_kfac
-from eqxbatch._base import jaxprs
-from eqxbatch._base.modes import without_forward_mode, without_reverse_mode
-from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._batch import store
-from eqxbatch._sites.trace import Program
 from ..helpers import drawn, normal
 from ..layers import Case, vectors, weight
+from . import adapter
 from .oracle import compare
 
 
@@ -158,9 +154,9 @@ def weights():
 
 def sites_of(fun):
     run = lambda ws, rows: fun(ws, *rows)
-    program = Program(TracedFunction(run, weights(), [weight(4)]))
-    assert program.fallbacks == {}
-    return [(site.leaf, site.rule.kind, site.view.axes) for site in program.sites]
+    sites = adapter.Sites.of(run, weights(), [weight(4)])
+    assert sites.fallbacks == {}
+    return [(place.leaf, place.kind, place.axes) for place in sites.places]
 
 
 @pytest.mark.parametrize("flag", [pytest.param(x, marks=needs(x)) for x in FLAGS])
@@ -209,8 +205,12 @@ def test_modes_of_rules():
     ruled = jax.checkpoint(lambda w: summed(w[0]))
     for names in ((), FLAGS):
         with flags(*names):
-            assert "custom_vjp" in (without_forward_mode(ruled, [weight(3, 3)]) or "")
-            assert without_reverse_mode(ruled, [weight(3, 3)]) is None
+            reasons = [
+                adapter.reason_without_mode(mode, ruled, [weight(3, 3)])
+                for mode in ("forward", "reverse")
+            ]
+            assert "custom_vjp" in (reasons[0] or "")
+            assert reasons[1] is None
 
 
 @needs("jax_custom_vjp3")
@@ -221,7 +221,7 @@ def test_digests_know_the_programs_of_rules():
             return factor * x
 
         fun.defvjp(lambda x: (fun(x), None), lambda _, d: (d,))
-        return store.digest_of_program(jax.make_jaxpr(fun)(jnp.ones(3)))
+        return adapter.digest_of(jax.make_jaxpr(fun)(jnp.ones(3)))
 
     for names in ((), FLAGS):
         with flags(*names):
@@ -278,14 +278,14 @@ def test_objects(monkeypatch):
     assert list(fallbacks) == [0]
     assert "no rule for `call_hi_primitive[Twice]`" in fallbacks[0]
     closed = jax.make_jaxpr(apply)(jnp.ones(3))
-    assert jaxprs.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
-    assert jaxprs.callee(closed.eqns[0]) is None
+    assert adapter.name_of(closed.eqns[0]) == "call_hi_primitive[Twice]"
+    assert adapter.called(closed.eqns[0]) is None
     # One of JAX's own, whose program is known to have its derivative.
     monkeypatch.setattr(twice, "__module__", "jax.numpy")
-    monkeypatch.setitem(jaxprs._CLASSES, "Twice", "einsum")
-    program, comparable = compare(case)
+    with adapter.with_known_class("Twice", "einsum"):
+        program, comparable = compare(case)
     assert comparable == [True, True]
-    assert [site.view.is_isometry for site in program.sites] == [True, True]
+    assert [place.is_isometry for place in program.places] == [True, True]
 
 
 def test_integers_found_in_parameters_and_data():

@@ -7,10 +7,8 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_hessian, filter_hessian_diagonal
-from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._sites.site import has_named_axes
-from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight
+from .adapter import Sites
 from .oracle import compare
 
 
@@ -51,7 +49,7 @@ def test_custom_rules_are_elementwise_as_their_derivative_is(name):
     loss = lambda w, x: fun(w) @ x
     program, _ = compare(Case(weight(4, 4), loss, vectors(4)))
     assert not program.fallbacks
-    assert [has_named_axes(site) for site in program.sites] == [is_elementwise]
+    assert [place.has_named_axes for place in program.places] == [is_elementwise]
 
 
 @pytest.mark.flags
@@ -73,7 +71,7 @@ def test_custom_rule_whose_second_derivative_is_not_elementwise():
 
 def program_of(fun, *ws, num_outputs=None):
     run = lambda ws, rows: fun(*ws, *rows)
-    return Program(TracedFunction(run, ws, [jnp.ones(4)]), num_outputs=num_outputs)
+    return Sites.of(run, ws, [jnp.ones(4)], num_outputs=num_outputs)
 
 
 def test_sites_are_of_what_is_differentiated():
@@ -88,7 +86,7 @@ def test_sites_are_of_what_is_differentiated():
 
     ws = [weight(4, 4) for _ in range(7)]
     program = program_of(lambda *args: fun(args[:-1], args[-1]), *ws, num_outputs=1)
-    assert {site.leaf for site in program.sites} == {0}
+    assert {place.leaf for place in program.places} == {0}
     assert not program.fallbacks
     report = explain_sites(lambda w, x: fun(w, x)[0], ws, jnp.ones(4), in_axes=None)
     contractions = [leaf.contraction for leaf in report.leaves]
@@ -110,4 +108,4 @@ def test_slopes_add_up():
     fun = lambda w, x: (w * jnp.exp(w) + jnp.sin(w) * w**2 - w / (1 + w**2)) @ x
     program, comparable = compare(Case(weight(4, 4), fun, vectors(4)))
     assert comparable == [True]
-    assert len(program.sites) == 1
+    assert len(program.places) == 1

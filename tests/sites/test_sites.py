@@ -11,13 +11,9 @@ import pytest
 from jax import lax
 
 from eqxbatch import explain_sites, filter_micro_grad
-from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._gradients.per_example import SiteGradients
-from eqxbatch._sites import cost, gram
-from eqxbatch._sites.factors import Factors
-from eqxbatch._sites.trace import Program
 from ..helpers import drawn, thinned, variants
 from ..layers import Case, examples, LAYERS, random_network, tokens, vectors, weight
+from .adapter import most_sites, Sites, with_most_sites
 from .oracle import cast, compare, NUM
 
 
@@ -443,37 +439,36 @@ def test_leaves_without_a_rule_fall_back_alone():
     assert all(comparable)
 
 
-def test_many_uses_are_the_steps_of_a_loop(monkeypatch):
-    monkeypatch.setattr(gram, "MOST_SITES", 4)
-    num = gram.MOST_SITES + 1
+def test_many_uses_are_the_steps_of_a_loop():
+    num = 5
 
     def unrolled(w, x):
         for i in range(num):
             x = jnp.tanh(w[0] @ x + w[1]) + (w[0].T @ x) * (i % 2)
         return x
 
-    _, comparable = compare(Case((weight(4, 4), weight(4)), unrolled, vectors(4)))
-    assert comparable == [True, True]
-    leaves = explain_sites(
-        unrolled, (weight(9, 9), weight(9)), weight(9), in_axes=None
-    ).leaves
+    with with_most_sites(num - 1):
+        _, comparable = compare(Case((weight(4, 4), weight(4)), unrolled, vectors(4)))
+        assert comparable == [True, True]
+        leaves = explain_sites(
+            unrolled, (weight(9, 9), weight(9)), weight(9), in_axes=None
+        ).leaves
     assert [leaf.contraction for leaf in leaves] == ["factors", "gradient"]
     assert len(leaves[1].sites) == num
 
 
-def test_many_uses_of_one_number(monkeypatch):
-    monkeypatch.setattr(gram, "MOST_SITES", 1)
-
+def test_many_uses_of_one_number():
     def penalised(w, x):
         penalty = jnp.sum(w**2)
-        for _ in range(gram.MOST_SITES + 1):
+        for _ in range(2):
             x = jnp.sin(x + penalty)
         return x
 
-    compare(Case(weight(2), penalised, vectors(2)))
-    report = explain_sites(
-        lambda w, x: jnp.sum(penalised(w, x)), weight(8), weight(4), in_axes=None
-    )
+    with with_most_sites(1):
+        compare(Case(weight(2), penalised, vectors(2)))
+        report = explain_sites(
+            lambda w, x: jnp.sum(penalised(w, x)), weight(8), weight(4), in_axes=None
+        )
     assert [leaf.contraction for leaf in report.leaves] == ["gradient"]
 
 
@@ -481,12 +476,12 @@ def test_many_uses_of_one_number(monkeypatch):
 def test_many_different_uses_have_no_gram_matrices():
     # Their number of pairs is what a trace would take its time for.
     def unrolled(w, x):
-        for i in range(gram.MOST_SITES + 1):
+        for i in range(most_sites() + 1):
             x = jnp.tanh((w[: 2 + i, : 2 + i] * (1 + i)) @ jnp.resize(x, 2 + i))
         return x
 
     (leaf,) = explain_sites(unrolled, weight(32, 32), weight(4), in_axes=None).leaves
-    assert len(leaf.sites) == gram.MOST_SITES + 1
+    assert len(leaf.sites) == most_sites() + 1
     assert leaf.contraction == "gradient"
 
 
@@ -588,7 +583,7 @@ def test_unused_leaf():
     program, _ = compare(
         Case((weight(2), weight(4)), lambda w, x: w[1] * x, vectors(4))
     )
-    assert program.sites_of(0) == []
+    assert not program.is_used(0)
     report = explain_sites(
         lambda w, x: w[1] * x, (weight(2), weight(4)), weight(4), in_axes=None
     )
@@ -625,27 +620,17 @@ def test_all_contractions_agree(name, form):
         jnp.sin(fun(eqx.combine(treedef.unflatten(leaves), static), x))
     )
     one = np.asarray(xs)[0]
-    traced = TracedFunction(lambda ws, rows: loss(ws, *rows), leaves, [one])
-    program = Program(traced, use_rules=form != "derivative")
-    kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
-    contractions = [
-        cost.Contraction(i, kind, form in ("once", "derivative"), cost.Cost())
-        for i in range(len(leaves))
-    ]
-    is_kept = jnp.array([True, False, True])
-    weights = [jnp.arange(1.0, NUM + 1)] * len(leaves)
+    sites = Sites.of(lambda ws, rows: loss(ws, *rows), leaves, [one])
+    if form == "derivative":
+        sites = sites.without_rules()
+    kind = {"once": "gradient kept", "twice": "gradient"}
+    kind |= {"factors": "factors", "derivative": "derivative kept"}
+    assert {*sites.forms(form)} == {kind[form]}
+    is_kept, weights = jnp.array([True, False, True]), jnp.arange(1.0, NUM + 1)
 
     @jax.jit
     def run(xs):
-        def one(x):
-            outs, operands, pullback = program.linearize(leaves, [x], 1)
-            return operands, pullback([jnp.ones_like(outs[0])])
-
-        factors = Factors(*jax.vmap(one)(xs), values=program.values(leaves))
-        found = SiteGradients(program, contractions, factors, leaves)
-        return [x.number for x in found.squares()], found.weighted_sums(
-            weights, is_kept
-        )
+        return sites.examples(leaves, [xs]).contracted(form, weights, is_kept)
 
     norms, sums = run(xs)
     truth = jax.device_get(jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(leaves, xs))
@@ -740,9 +725,9 @@ def test_what_is_added_shares_the_cotangent_of_what_it_is_added_to():
 
     def perturbations(call):
         fun = lambda diff, rows: call(eqx.combine(diff, static), *rows)
-        program = Program(TracedFunction(fun, diff, [jnp.ones(4)]))
-        assert not program.fallbacks
-        return len(program.perturbations)
+        sites = Sites.of(fun, diff, [jnp.ones(4)])
+        assert not sites.fallbacks
+        return len(sites.sizes)
 
     assert perturbations(lambda model, x: model(x)) == 3
 

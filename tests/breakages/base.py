@@ -1,0 +1,127 @@
+"""Programs, dtypes, platforms: what depends on no batch."""
+
+from .breakage import Breakage
+
+
+BREAKAGES = [
+    Breakage(
+        "a backward pass that is not linear counts as linear",
+        "custom_backward",
+        "CustomBackward(not found, all(found))",
+        "CustomBackward(True, True)",
+        "tests/gradients/test_backward_passes.py",
+    ),
+    Breakage(
+        "a result that does not depend on the cotangent counts as linear",
+        "Along.why_nonlinear",
+        "OTHER in outs",
+        "False",
+        "tests/gradients/test_backward_passes.py -k which_are_linear",
+    ),
+    Breakage(
+        "what a call returns is batched if any of its inputs is",
+        "_batched_by",
+        "len(outs) == len(eqn.outvars)",
+        "False",
+        "tests/gradients/test_backward_passes.py -k belong",
+    ),
+    Breakage(
+        "a bool counts as a number",
+        "fits",
+        "(int, float)",
+        "()",
+        "tests/base/test_checks.py",
+    ),
+    Breakage(
+        "float16 inside of nested functions is not seen",
+        "uses_dtype",
+        "(uses_dtype(sub, dtype) for sub in inner)",
+        "(uses_dtype(sub, dtype) for sub in inner if sub is None)",
+        "tests/gradients -k '_float16 or range'",
+    ),
+    Breakage(
+        "gradients of devices are averaged, not added",
+        "sum_except",
+        "lax.psum(x, tuple(missing))",
+        "lax.pmean(x, tuple(missing))",
+        "tests/maps/test_sharding.py -k inside_of_shard_map",
+    ),
+    Breakage(
+        "the last corner of a large matrix is not mirrored",
+        "_starts",
+        "jnp.minimum(jnp.arange(0, max(num, 1), max(size, 1)), num - size)",
+        "jnp.arange(0, num - size + 1, max(size, 1))",
+        "tests/base/test_layout.py -k mirrored",
+    ),
+    Breakage(
+        "what XLA for CPUs would merge is not kept apart",
+        "in_opaque_branch",
+        "lax.cond(known, run, skip, *args)",
+        "run(*args)",
+        "tests/base/test_layout.py -k apart",
+    ),
+    Breakage(
+        "programs read the memory of users after their calls",
+        "compiled",
+        "waits or any(isinstance(x, np.ndarray) for x in arrays)",
+        "waits",
+        "tests/base/test_platforms.py -k not_wait",
+    ),
+    Breakage(
+        "programs with errors of the host are not waited for",
+        "calls_host",
+        '("callback", "noinline")',
+        "()",
+        "tests/base/test_platforms.py -k of_the_host",
+    ),
+    Breakage(
+        "convolutions in loops have channels first",
+        "evaluate_in_loop",
+        "jaxpr.effects or not _has_convolution(jaxpr)",
+        "True",
+        "tests/base/test_layout.py -k channels_last",
+    ),
+    Breakage(
+        "padding before and after are exchanged in patches",
+        "patches",
+        "(lo, hi, dil - 1)",
+        "(hi, lo, dil - 1)",
+        "tests/sites/test_sites.py -k layer",
+    ),
+    Breakage(
+        "what one branch has no derivative in, no branch has",
+        "_live_inputs",
+        "map(any, by_input)",
+        "map(all, by_input)",
+        "tests/sites/test_custom.py -k derivatives",
+    ),
+    Breakage(
+        "constants in a backward pass are taken for linear",
+        "_is_linear",
+        "kind != OTHER if i in together else kind != LINEAR",
+        "i in together or kind != LINEAR",
+        "tests/sites/test_custom.py -k not_linear",
+    ),
+    Breakage(
+        "sums in derivatives have no rule",
+        "_TABLE",
+        "add_any entries linear sum :",
+        "add_any entries linear :",
+        "tests/sites/test_custom.py -k with_bias",
+        in_string=True,
+    ),
+    Breakage(
+        "checkpoints by the flags of JAX are not seen through",
+        "_CLASSES",
+        '"RematTraced"',
+        '"Unknown"',
+        "tests/sites/test_flags.py",
+    ),
+    Breakage(
+        "what is frozen is followed",
+        "is_flat",
+        "name_of(eqn) in _FLAT",
+        'name_of(eqn) in _FLAT - {"stop_gradient"}',
+        "tests/sites/test_patterns.py -k 'frozen or LoRA'",
+    ),
+]

@@ -1,0 +1,71 @@
+"""Hessians, Gauss-Newton matrices, Kronecker factors and operators."""
+
+from .breakage import Breakage
+
+
+BREAKAGES = [
+    Breakage(
+        "of two uses, the sign of the first is taken twice",
+        "AbstractSiteMatrix._of_leaves",
+        "scale_of(other)",
+        "scale_of(site)",
+        "tests/sites/test_forms.py -k curvature",
+    ),
+    Breakage(
+        "a Gauss-Newton matrix by sites has no weights",
+        "SiteGaussNewton.of_example",
+        "scale * weight",
+        "scale + 0 * weight",
+        "tests/curvature/test_curvature_products.py -k ggn",
+    ),
+    Breakage(
+        "second derivatives of penalties are left out",
+        "_with_curved",
+        "first in curved and second in curved",
+        "first in curved and second in curved and first != second",
+        "tests/sites/test_patterns.py -k 'decay'",
+    ),
+    Breakage(
+        "a diagonal is taken for all second derivatives of a penalty",
+        "_with_curved",
+        "curved[first] and curved[second]",
+        "curved[first] and curved[second] and first != second",
+        "tests/sites/test_patterns.py -k 'penalty'",
+    ),
+    Breakage(
+        "a Taylor expansion has k in place of its factorial",
+        "TaylorExpansion.__call__",
+        "float(math.factorial(k))",
+        "max(k, 1)",
+        "tests/ntk/test_approximate.py -k taylor",
+    ),
+    Breakage(
+        "an operator of a Hessian is always that of a mean",
+        "_AbstractCurvatureOperator._evaluated",
+        "{field.name: getattr(self._product, field.name) for field in fields}",
+        "{field.name: getattr(self._product, field.name) for field in fields "
+        'if field.name != "accumulator"}',
+        "tests/curvature/test_operators.py",
+    ),
+    Breakage(
+        "Kronecker factors are not divided by the positions",
+        "_role_sums",
+        "weighing.sum() * positions",
+        "weighing.sum()",
+        "tests/curvature/test_kfac.py -k Definition",
+    ),
+    Breakage(
+        "reduced cotangents are a mean",
+        "_role_sums",
+        "jnp.sum(use.d, 2)",
+        "jnp.mean(use.d, 2)",
+        "tests/curvature/test_kfac.py -k Definition",
+    ),
+    Breakage(
+        "roots are inverses",
+        "KroneckerOperator.inverse",
+        "lambda values: 1 / values",
+        "lambda values: 1 / values**0.5",
+        "tests/curvature/test_kronecker_operator.py",
+    ),
+]

@@ -1,0 +1,133 @@
+"""Rules, views, factors and contractions."""
+
+from .breakage import Breakage
+
+
+BREAKAGES = [
+    Breakage(
+        "negative tokens are taken for the first row",
+        "_rows",
+        "(tokens >= 0) & (tokens <= last)",
+        "tokens <= last",
+        "tests/sites/test_sites.py -k tokens",
+    ),
+    Breakage(
+        "tokens without a row choose one that they share",
+        "label_terms",
+        "site.rule.drops",
+        "site.rule.drops and not site.rule.token",
+        "tests/sites -k use_by_factors",
+    ),
+    Breakage(
+        "slices of different axes have no entry in common",
+        "View.is_apart",
+        "axis == same and (end <= first or last <= start)",
+        "end <= first or last <= start",
+        "tests/sites/test_sites.py -k slices",
+    ),
+    Breakage(
+        "the order of axes in a reshape is ignored",
+        "kept_axes",
+        "range(len(old)) if order is None else order",
+        "range(len(old))",
+        "tests/sites -k use_by",
+    ),
+    Breakage(
+        "axes of a view inside of a scan are those of the whole leaf",
+        "View.then",
+        "kept[num + axis]",
+        "kept[axis]",
+        "tests/sites -k use_by",
+    ),
+    Breakage(
+        "a bias shares a cotangent that is not its own",
+        "Plan.follow",
+        "uses[var] != 1",
+        "uses[var] < 1",
+        "tests/sites/test_sites.py -k 'use_by or added or layer'",
+    ),
+    Breakage(
+        "a reversed scan runs forwards",
+        "run_scan",
+        'params["reverse"]',
+        "False",
+        "tests/sites -k 'use_by or layer'",
+    ),
+    Breakage(
+        "a custom derivative is followed into second derivatives",
+        "Finder.custom",
+        "self.order == 1",
+        "self.order",
+        "tests/sites/test_custom.py -k second",
+    ),
+    Breakage(
+        "the product of two uses counts once in a norm",
+        "gram_terms",
+        "2 * scale if is_norm and j > i else scale",
+        "scale",
+        "tests/sites/test_sites.py -k use_by_factors",
+    ),
+    Breakage(
+        "slopes of what is elementwise count once in a norm",
+        "_Side._times",
+        "[cotangent, *operand, *weights]",
+        "[cotangent, *operand]",
+        "tests/sites/test_sites.py -k use_by_factors",
+    ),
+    Breakage(
+        "a stack of layers has its factors at the first step",
+        "Site.at_steps",
+        "end = loop.start + loop.length",
+        "loop, end = dataclasses.replace(loop, start=0), loop.length",
+        "tests/sites -k 'stacked or Stacked'",
+    ),
+    Breakage(
+        "a function of each entry is one of all entries, as far as its rule goes",
+        "_has_elementwise_rule",
+        "if not (are_real and _are_alike(eqn, shape)):\n    return False",
+        "return are_real and _are_alike(eqn, shape)",
+        "tests/sites/test_shared.py",
+    ),
+    Breakage(
+        "squares may cancel with the mean",
+        "squared_distances",
+        "jnp.all(is_exact) & is_in_range",
+        "is_in_range",
+        "tests/gradients/test_statistics.py -k moments",
+    ),
+    Breakage(
+        "equal tokens have a row each",
+        "rows_of_tokens",
+        "jax.ops.segment_sum(d, first, total)",
+        "d",
+        "tests/gradients/test_statistics.py -k tables",
+    ),
+    Breakage(
+        "squares of factors may be out of range",
+        "squared_sum",
+        "2.0**spare / power",
+        "2.0**spare * jnp.ones_like(power)",
+        "tests/gradients/test_statistics.py -k moments",
+    ),
+    Breakage(
+        "a bias is joined though it lacks axes of the outputs",
+        "_with_bias",
+        "axes is None or _present(axes, layout.shape) != wanted",
+        "axes is None",
+        "tests/curvature/test_kfac.py",
+    ),
+    Breakage(
+        "a bias has the axes of its weight in their order",
+        "_bias_axes",
+        "[label for _, labels in sorted(axes.items()) for label in labels]",
+        "sorted(label for labels in axes.values() for label in labels)",
+        "tests/curvature/test_kfac.py -k random",
+    ),
+    Breakage(
+        "perturbations are moved back as they were moved",
+        "moved_rule",
+        "sorted(range(len(order)), key=order.__getitem__)",
+        "order",
+        "tests/sites/test_sites.py",
+    ),
+]

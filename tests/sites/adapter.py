@@ -1,0 +1,441 @@
+"""What the tests of sites and of random programs know of the internals.
+
+These tests say what is computed, and this module how the package computes it. A change
+of the internals changes this module alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from eqxbatch._base import jaxprs, modes, platforms
+from eqxbatch._base.traced_function import TracedFunction
+from eqxbatch._batch.batch import split_batch
+from eqxbatch._batch.derivative import Loss
+from eqxbatch._batch.store import digest_of_program
+from eqxbatch._curvature import by_sites, curvature_matrices
+from eqxbatch._curvature.pytree import by_pairs
+from eqxbatch._gradients.per_example import SiteGradients
+from eqxbatch._ntk import pairings
+from eqxbatch._sites import cost, factors, gram, site, trace
+
+
+# How gradients are contracted: from factors; formed, and kept or formed again for their
+# sum; or by automatic differentiation.
+Form = Literal["factors", "once", "twice", "derivative"]
+_EXAMPLES = (factors.EXAMPLE, factors.OTHER_EXAMPLE)
+_OUTPUTS: tuple[site.Label, site.Label] = (("output", 0), ("output", 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A site, as far as tests ask.
+
+    - `kind`, `num_loops`: its primitive, and how many loops are around it.
+    - `steps`, `axes`, `is_isometry`: the view of the leaf there.
+    - `has_named_axes`: whether all axes there are axes of the leaf.
+    - `perturbation`: which cotangent is its own.
+    """
+
+    leaf: int
+    kind: str
+    num_loops: int
+    steps: tuple[str, ...]
+    axes: tuple | None
+    is_isometry: bool
+    has_named_axes: bool
+    perturbation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sites:
+    """The sites of a function."""
+
+    _program: trace.Program
+
+    @classmethod
+    def of(cls, fun: Callable, leaves: Any, example: list, **settings: Any) -> "Sites":
+        """Those of `fun(leaves, example)`; the settings are those of `Program`."""
+        return cls(trace.Program(TracedFunction(fun, leaves, example), **settings))
+
+    def without_rules(self) -> "Sites":
+        """The same function, all of whose leaves fall back."""
+        return Sites(trace.Program(self._program.traced, use_rules=False))
+
+    @property
+    def leaves(self) -> list:
+        """Shapes and dtypes."""
+        return self._program.leaves
+
+    @property
+    def fallbacks(self) -> dict[int, str]:
+        """The leaves without a rule, with reasons."""
+        return self._program.fallbacks
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of entries of each perturbation."""
+        return [struct.size for struct in self._program.perturbations]
+
+    @functools.cached_property
+    def places(self) -> list[Place]:
+        return [
+            Place(
+                leaf=x.leaf,
+                kind=x.rule.kind,
+                num_loops=len(x.loops),
+                steps=tuple(x.view.key),
+                axes=x.view.axes,
+                is_isometry=x.view.is_isometry,
+                has_named_axes=site.has_named_axes(x),
+                perturbation=x.perturbation,
+            )
+            for x in self._program.sites
+        ]
+
+    def is_used(self, leaf: int) -> bool:
+        return bool(self._program.sites_of(leaf))
+
+    def has_products(self, leaf: int) -> bool:
+        """Whether norms and kernels of a leaf follow from its factors."""
+        sites = self._program.sites_of(leaf)
+        return self.is_used(leaf) and all(
+            site.is_allowed("gram", a, b) for a in sites for b in sites
+        )
+
+    def has_kernel(self, leaf: int) -> bool:
+        """Whether the package would compute kernels of a leaf from its factors."""
+        return gram.has_gram(self._program.sites_of(leaf))
+
+    def has_products_of_squares(self, leaf: int) -> bool:
+        return gram.has_products_of_squares(self._program.sites_of(leaf))
+
+    def forms(self, form: Form) -> list[str]:
+        """What becomes of a form: of each leaf, the contraction that may be used."""
+        chosen = self._contractions(form)
+        return [f"{x.form}{' kept' * x.keeps}" for x in chosen]
+
+    def _contractions(self, form: Form) -> list[cost.Contraction]:
+        def one(leaf: int) -> cost.Contraction:
+            kind = {"once": "gradient", "twice": "gradient"}.get(form, form)
+            keeps = form == "once"
+            if not self.is_used(leaf):
+                kind, keeps = "none", False
+            elif leaf in self.fallbacks:
+                kind, keeps = "derivative", True
+            elif kind == "factors" and not self.has_products(leaf):
+                kind = "gradient"
+            return cost.Contraction(leaf, kind, keeps, cost.Cost())  # type: ignore
+
+        return [one(leaf) for leaf, _ in enumerate(self.leaves)]
+
+    def examples(
+        self,
+        leaves: Any,
+        rows: Sequence[Any],
+        cotangent: Callable[[Array], Array] = jnp.ones_like,
+        *,
+        with_jacobians: bool = False,
+    ) -> "Examples":
+        """Runs the function for all rows, and its derivative for the cotangents.
+
+        The cotangents are functions of the first output. Jacobians are of this output,
+        which is a vector.
+        """
+
+        def of_one(rows: list) -> tuple:
+            (out, *_), operands, pullback = self._program.linearize(leaves, rows, 1)
+            pull = lambda seed: pullback([seed])
+            pulled = None
+            if with_jacobians:
+                pulled = jax.vmap(pull)(jnp.eye(out.size, dtype=out.dtype))
+            return out, operands, pull(cotangent(out)), pulled
+
+        out, operands, pulled, of_outputs = jax.vmap(of_one)([*rows])
+        settings = {"num": rows[0].shape[0], "values": self._program.values(leaves)}
+        sides = []
+        if with_jacobians:
+            sides = [
+                factors.Factors(operands, of_outputs, (label,), **settings)
+                for label in _OUTPUTS
+            ]
+        return Examples(
+            self, leaves, out, factors.Factors(operands, pulled, **settings), sides
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """The outputs of some examples, and contractions of their factors."""
+
+    _sites: Sites
+    _leaves: Any
+    outputs: Array
+    _factors: factors.Factors
+    _sides: list[factors.Factors]
+
+    def _of(self, leaf: int, of: factors.Factors | None = None) -> gram.OfLeaf:
+        program = self._sites._program
+        of = self._factors if of is None else of
+        return gram.OfLeaf(program.sites_of(leaf), of, program.leaves[leaf])
+
+    def gradients(self, leaf: int) -> Array:
+        return factors.gradients(*self._of(leaf))
+
+    def jacobians(self, leaf: int) -> Array:
+        return factors.gradients(*self._of(leaf, self._sides[0]))
+
+    def weighted_sum(self, leaf: int, weights: Array) -> Array:
+        return factors.weighted_sum(*self._of(leaf), weights)
+
+    def squared_norms(self, leaf: int) -> list[Array]:
+        return gram.squared_norms([self._of(leaf)])
+
+    def squared_distances(self, leaf: int, mean: Array, weights: Array) -> Array:
+        """The weighted sum of `abs(gradient - mean) ** 2`, entry by entry."""
+        (found,) = gram.squared_distances([self._of(leaf)], [mean], weights)
+        return found
+
+    def squared_sum(self, leaf: int, weights: Array) -> Array:
+        """The weighted sum of `abs(gradient) ** 2`, from squares of factors."""
+        return gram.squared_sum(self._of(leaf), weights)[0]
+
+    def inner_products(self, leaf: int, direction: Array) -> Array:
+        of_leaf = self._of(leaf)
+        return factors.inner_products(of_leaf.sites, of_leaf.factors, direction)
+
+    def kernel(self, leaf: int) -> Array:
+        """The inner products of all gradients."""
+        of_leaf = self._of(leaf)
+        return gram.gram(of_leaf, of_leaf, _EXAMPLES[1], _EXAMPLES)
+
+    def kernel_of_outputs(self, leaf: int) -> Array:
+        """The inner products of all Jacobians: by example and output, on both sides."""
+        first, second = (self._of(leaf, side) for side in self._sides)
+        labels = (_EXAMPLES[0], _OUTPUTS[0], _EXAMPLES[1], _OUTPUTS[1])
+        return gram.gram(first, second, _EXAMPLES[1], labels)
+
+    def contracted(
+        self, form: Form, weights: Array, is_kept: Array
+    ) -> tuple[list[Array], list[Array]]:
+        """Of each leaf, squared norms and the weighted sum of those that are kept."""
+        found = SiteGradients(
+            self._sites._program,
+            self._sites._contractions(form),
+            self._factors,
+            self._leaves,
+        )
+        sums = found.weighted_sums([weights for _ in self._sites.leaves], is_kept)
+        return [x.number for x in found.squares()], sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Curvature:
+    """The Hessian of `fun(leaves, rows)`, or the Gauss-Newton matrix of its loss."""
+
+    fun: Callable
+    loss: Callable | None
+    leaves: list
+    rows: list
+
+    @functools.cached_property
+    def _curvature(self) -> curvature_matrices.AbstractCurvature:
+        batch = split_batch(self.fun, (None, 0), (self.leaves, self.rows), {})
+        constants = [None for _ in self.leaves]
+        loss = Loss(self.fun, batch, self.leaves, constants, has_aux=False)
+        if self.loss is None:
+            return curvature_matrices.LossCurvature(loss)
+        return curvature_matrices.GaussNewtonCurvature(loss, self._of_outputs)
+
+    def _of_outputs(self, outs: Array, rows: list) -> Array:
+        assert self.loss is not None
+        return self.loss(outs)
+
+    @functools.cached_property
+    def sites(self) -> Sites:
+        num_outputs = self._curvature.num_outputs
+        program = self._curvature.program
+        return Sites(trace.Program(program, num_outputs=num_outputs, order=2))
+
+    def is_covered(self, leaf: int, *, is_diagonal: bool) -> bool:
+        """Whether the block of a leaf with itself can be computed from sites."""
+        pairs = [(i, i) for i, _ in enumerate(self.leaves)]
+        requested = by_sites.RequestedBlocks(pairs, is_diagonal)
+        return by_sites.is_covered(
+            self.sites._program, leaf, requested, counts_cancelled=False
+        )
+
+    def excludes_sites(self, leaves: set[int]) -> bool:
+        """Whether blocks of some leaves are never computed from sites."""
+        return self.loss is None and self._curvature.excludes_sites(leaves)
+
+    def blocks(self, pairs: list[tuple[int, int]], *, is_diagonal: bool) -> list[Array]:
+        """The blocks of some pairs of leaves, from sites, summed over the examples."""
+        if not pairs:
+            return []
+        requested = by_sites.RequestedBlocks(pairs, is_diagonal)
+        blocks = curvature_matrices.CurvatureBlocks(
+            self._curvature, requested, "sites", None
+        )
+        sums = blocks.sums(self.rows, None)
+        found = by_pairs([*zip(blocks.groups, sums, strict=True)], self.leaves)
+        return [found[pair] for pair in pairs]
+
+
+# What the package chooses by cost, chosen by tests.
+
+
+def most_sites() -> int:
+    """How many uses of a leaf have all of their products taken."""
+    return gram.MOST_SITES
+
+
+def with_most_sites(num: int) -> contextlib.AbstractContextManager:
+    return mock.patch.object(gram, "MOST_SITES", num)
+
+
+@contextlib.contextmanager
+def with_kernels_by(form: str) -> Iterator[None]:
+    """Kernels by factors or Jacobians of all leaves that have them; or as by default.
+
+    `form` is `"gram"`, `"formed"` or `"auto"`.
+    """
+    real = pairings.choose_formed
+
+    def chosen(
+        first: Any, second: Any, which: int, schedule: Any
+    ) -> tuple[list[int], float]:
+        if form == "auto":
+            return real(first, second, which, schedule)
+        costs = pairings.leaf_costs(first, second, which, schedule)
+        wanted = {
+            "gram": lambda gram, own: math.isinf(gram),
+            "formed": lambda _, own: not math.isinf(own),
+        }
+        leaves = range(len(costs))
+        used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
+        return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
+
+    with mock.patch.object(pairings, "choose_formed", chosen):
+        yield
+
+
+@contextlib.contextmanager
+def with_hessians_by_sites(
+    is_chosen: Callable[[int], bool], *, in_turn: bool
+) -> Iterator[None]:
+    """Hessians by sites for the chosen leaves, and by products for the others.
+
+    With `in_turn`, as if they were large: blocks and examples one after the other.
+    """
+    some = lambda program, covered, *_: {i for i in sorted(covered) if is_chosen(i)}
+    with contextlib.ExitStack() as stack:
+        patch = mock.patch.object(curvature_matrices, "cheapest", some)
+        stack.enter_context(patch)
+        if in_turn:
+            small = dataclasses.replace(platforms.CPU, factor_bytes=0)
+            stack.enter_context(platforms.for_platform(small))
+        yield
+
+
+# What is broken on purpose.
+
+
+@contextlib.contextmanager
+def broken_products(
+    scale: float | None = None, change: Callable[[Callable], Callable] | None = None
+) -> Iterator[None]:
+    """Gives products with a parameter another scale, or another operation."""
+    find_rule = trace.find_rule
+
+    def broken(eqn: Any, position: int) -> Any:
+        rule = find_rule(eqn, position)
+        if rule is None or rule.kind != "dot_general":
+            return rule
+        rule = rule if scale is None else dataclasses.replace(rule, scale=scale)
+        return rule if change is None else dataclasses.replace(rule, op=change(rule.op))
+
+    with mock.patch.object(trace, "find_rule", broken):
+        yield
+
+
+@contextlib.contextmanager
+def doubled_norms() -> Iterator[None]:
+    """Squared norms from factors are twice as large."""
+    terms = gram.gram_terms
+
+    def broken(uses: Any, other: Any, example: Any = factors.EXAMPLE) -> Any:
+        factor = 2 if uses is other and example == factors.EXAMPLE else 1
+        return [(x, factor * scale) for x, scale in terms(uses, other, example)]
+
+    with mock.patch.object(gram, "gram_terms", broken):
+        yield
+
+
+def scaled_products_of_factors(scale: float) -> contextlib.AbstractContextManager:
+    """All products of factors have a wrong scale."""
+    return mock.patch.object(gram, "_scale", return_value=scale)
+
+
+@contextlib.contextmanager
+def first_entry_of_blocks_scaled(scale: float) -> Iterator[None]:
+    """Each block of a Hessian or Gauss-Newton matrix has one wrong entry."""
+    contract = by_sites.contract
+
+    def broken(terms: Any, out: Any) -> Array:
+        block = contract(terms, out)
+        return block.at[(0,) * block.ndim].multiply(scale)
+
+    with mock.patch.object(by_sites, "contract", broken):
+        yield
+
+
+# What the package knows of primitives.
+
+
+def without_parameters(
+    name: str, unknown: set[str]
+) -> contextlib.AbstractContextManager:
+    """As if these parameters of a primitive were unknown."""
+    words, known = jaxprs._KNOWN[name]
+    assert known is not None
+    return mock.patch.dict(jaxprs._KNOWN, {name: (words, known - unknown)})
+
+
+def with_known_class(name: str, primitive: str) -> contextlib.AbstractContextManager:
+    """As if objects of a class of JAX were known to be a primitive."""
+    return mock.patch.dict(jaxprs._CLASSES, {name: primitive})
+
+
+def name_of(eqn: Any) -> str:
+    return jaxprs.name_of(eqn)
+
+
+def called(eqn: Any) -> Any:
+    """The program in place of which an equation stands, or None."""
+    return jaxprs.callee(eqn)
+
+
+def is_product(name: str) -> bool:
+    """Whether a primitive has a `precision`."""
+    return name in jaxprs.PRODUCTS
+
+
+def reason_without_mode(mode: Literal["forward", "reverse"], *args: Any) -> str | None:
+    """Why a function of some arrays has no derivative in a mode."""
+    if mode == "forward":
+        return modes.without_forward_mode(*args)
+    return modes.without_reverse_mode(*args)
+
+
+def digest_of(closed: Any) -> Any:
+    """What tells programs apart that stored kernels are computed by."""
+    return digest_of_program(closed)
