@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # `@equinox.filter_jacfwd` on a method loses `self`, and `@equinox.filter_grad` does not.
 #
-# Expected: transforms of Equinox can decorate methods, as `filter_jit`, `filter_grad`, `filter_vmap`
-# and `filter_checkpoint` do.
+# Expected: transforms of Equinox can decorate methods, as `filter_jit`, `filter_grad` and
+# `filter_checkpoint` do.
 # Seen: a TypeError about a missing argument from methods with `filter_jacfwd` and `filter_hessian`.
 # Equinox 0.13.8 does so, with JAX 0.10.2 and 0.12.0.1.
 # Guessed before: all of them are descriptors.

@@ -6,8 +6,8 @@
 # Seen: with replicated parameters, each device has the same sum from `jacrev`, whose rows belong to
 # no output, and its own Jacobian from `jacfwd`. With `check_vma=False`, they agree. JAX 0.7.2,
 # 0.10.2 and 0.12.0.1 do so.
-# Guessed before: gradients of replicated parameters are summed, because they are of a sum of losses;
-# rows of a Jacobian are not.
+# Guessed before: gradients of replicated parameters are summed, because they are of a sum of
+# losses; rows of a Jacobian are not.
 # Source: JAX 0.10.2 itself; https://docs.jax.dev/en/latest/notebooks/shard_map.html
 #
 # Exits with 0 as long as this is so.

@@ -3,7 +3,7 @@
 #
 # Expected: with `atol=0`, the solution for `1e-20 * b` is 1e-20 times that for `b`, or an error.
 # Seen: zeros and RESULTS.successful after 0 steps, also if failures are to raise: squares of the
-# residual are 0 in float32. BiCGStab and GMRES fail from 1e-10 on, and say so. lineax 0.1.1 does so.
+# residual are 0 in float32. BiCGStab and GMRES fail from 1e-10 on, and say so. It is lineax 0.1.1.
 # Guessed before: a relative tolerance does not depend on the scale of `b`.
 # Source: lineax 0.1.1 itself; https://docs.kidger.site/lineax/api/solvers/
 #

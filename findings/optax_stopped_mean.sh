@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `optax.microbatch` that stops early takes rows from all over the batch, and divides by all batches.
+# `optax.microbatch` that stops early takes rows from all over the batch, and divides by all parts.
 #
 # Expected: `num_real_microbatches=2` of 4 is for batches with 4 rows of 8, padded at the end: the
 # mean of the first 4 rows, 2.5.
