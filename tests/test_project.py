@@ -110,7 +110,7 @@ def test_extras_are_complete():
 
 def test_classifiers_are_of_the_versions_that_are_supported():
     found = [x.rpartition(" :: ")[2] for x in PROJECT["classifiers"] if "3." in x]
-    assert found == ["3.11", "3.12", "3.13"]
+    assert found == ["3.11", "3.12", "3.13", "3.14"]
     assert PROJECT["requires-python"] == f">={found[0]}"
 
 
@@ -200,7 +200,7 @@ def test_import_takes_what_equinox_takes():
         f"import sys, equinox; before = {packages}; import eqxbatch; "
         f"print(*sorted({packages} - before - sys.stdlib_module_names))"
     )
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-W", "error", "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["eqxbatch"], found.stderr
 

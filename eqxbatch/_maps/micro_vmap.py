@@ -17,6 +17,7 @@ from .._base.backward import custom_backward
 from .._base.checks import check_at_least, is_none
 from .._base.jaxprs import array_structs, is_struct, run_jaxpr, with_arrays
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
+from .._base.platforms import in_turn
 from .._base.refs import without_refs
 from .._base.trees import safe_zip
 from .._base.versions import as_array
@@ -356,9 +357,12 @@ def _of_one(
 
     if structs[1] and rows:
         jax.eval_shape(jax.vmap(run, (in_axes,), (0, None)), rows)
-    mapped, unmapped = run(row)
+    # Without barriers, XLA for CPUs overwrites what `x[0].at[1:].set(x[0, :-1])[None]`
+    # has still to read (https://github.com/openxla/xla/issues/49176).
+    mapped, unmapped = run(in_turn(row))
     # A constant is a literal of the jaxpr and not an array yet.
-    return [jnp.asarray(x)[None] for x in mapped], [*map(jnp.asarray, unmapped)]
+    mapped = in_turn([jnp.asarray(x) for x in mapped])
+    return [x[None] for x in mapped], [*map(jnp.asarray, unmapped)]
 
 
 def _as_array(leaf: Any, axis: int) -> Array:

@@ -50,6 +50,15 @@ def test_equals_filter_vmap(total, size, getkey):
     assert_same(got, {"a": np.sin(x), "b": (np.sum(x, 1), None)})
 
 
+def test_one_example_that_is_shifted():
+    # XLA for CPUs: https://github.com/openxla/xla/issues/49176.
+    x = jnp.arange(8.0).reshape(1, 4, 2)
+    shift = lambda x: x.at[1:].set(x[:-1])
+    expected = np.asarray(x)[:, [0, 0, 1, 2]]
+    assert_same(filter_micro_vmap(shift)(x), expected)
+    assert_same(filter_micro_vmap(shift, accumulator=Sum())(x), expected[0])
+
+
 @pytest.mark.parametrize(
     "dtype",
     (jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.int8, jnp.bool_),
