@@ -12,6 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from .on_cpu import require
+
 
 # Numbers of examples around multiples of a block size of 4, and a prime.
 BLOCK = 4
@@ -94,6 +96,20 @@ def variants(values, *names):
     return [_left_to_matrix(x) if x in names else x for x in values]
 
 
+def on_devices(params, which):
+    """Values for `parametrize`, of which those are marked that need several devices.
+
+    `which` says so of their arguments. The others run on a single GPU, too.
+    """
+    found = []
+    for x in params:
+        if not hasattr(x, "marks"):
+            x = pytest.param(*(x if isinstance(x, tuple) else (x,)))
+        marks = (*x.marks, *[pytest.mark.devices] * bool(which(*x.values)))
+        found.append(pytest.param(*x.values, marks=marks, id=x.id))
+    return found
+
+
 def _left_to_matrix(x):
     values = x if isinstance(x, tuple) else (x,)
     return pytest.param(*values, marks=pytest.mark.matrix)
@@ -169,9 +185,13 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 def make_mesh(kind, shape=(4,), names=("data",)):
-    if jax.device_count() < 4:
-        pytest.fail("these tests need four devices: see flags.py")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    """A mesh with axes of this kind, or of that which JAX takes for None."""
+    if math.prod(shape) > 1:
+        require("devices")
+    if jax.device_count() < math.prod(shape):
+        pytest.fail(f"there are fewer devices than {shape} needs: see flags.py")
+    types = None if kind is None else (kind,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=types)
 
 
 def put(x, mesh, *spec):
@@ -180,6 +200,7 @@ def put(x, mesh, *spec):
 
 def memory(fun, *args):
     """XLA's memory analysis of the compiled `fun`: `temp_size_in_bytes` and so on."""
+    require("cpu")
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     return jax.jit(fun).lower(*structs).compile().memory_analysis()
 

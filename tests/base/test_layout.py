@@ -314,6 +314,7 @@ def merged(monkeypatch, module):
     monkeypatch.setattr(module, "in_opaque_branch", lambda run, always: run)
 
 
+@pytest.mark.cpu
 def test_blocks_of_kernels_are_kept_apart(monkeypatch):
     def arc_cosine(x, y=None):
         y = x if y is None else y
@@ -336,6 +337,7 @@ def test_blocks_of_kernels_are_kept_apart(monkeypatch):
     assert 2 * apart < temporaries()
 
 
+@pytest.mark.cpu
 def test_random_models_are_drawn_apart(monkeypatch):
     def temporaries():
         init = lambda key: eqx.nn.MLP(8, 4, 128, 2, key=key)

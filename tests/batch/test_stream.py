@@ -357,6 +357,7 @@ def test_a_loader_may_use_its_memory_again(as_batch):
     assert total == 190 * 200_000
 
 
+@pytest.mark.devices
 @pytest.mark.versions
 @pytest.mark.parametrize(("kind", "name"), thinned(KINDS, ("gradient", "monte carlo")))
 def test_on_a_mesh(kind, name, net):

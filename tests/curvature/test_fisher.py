@@ -131,6 +131,7 @@ class TestEveryKind:
             got = matrix(job, accumulator=accumulator, method=method, **settings)[0]
             close(got, np.tensordot(weights, each, 1))
 
+    @pytest.mark.devices
     @pytest.mark.parametrize(
         ("kind", "settings"),
         spread([*zip(KINDS + KINDS, ALL, strict=True)], 1),
@@ -238,6 +239,7 @@ def test_half_precision(job, dtype):
         np.testing.assert_allclose(got, expected, rtol=0, atol=0.1 * scale)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 def test_roots_on_each_device(job):
     """Where devices may disagree, there are NaNs in place of errors."""

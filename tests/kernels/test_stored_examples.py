@@ -499,6 +499,7 @@ def test_a_solve(getkey):
     same(got, kernel_solve(rbf, X, right, **settings))
 
 
+@pytest.mark.devices
 def test_meshes():
     kernel = functools.partial(filter_batch_kernel, rbf, block_size=BLOCK)
     one, four = make_mesh(AxisType.Auto, (1,)), make_mesh(AxisType.Explicit)

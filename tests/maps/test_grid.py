@@ -300,6 +300,7 @@ class TestUse:
         assert flops(ours) < 0.5 * flops(nested(fun, (0, None), (None, 0)))
 
 
+@pytest.mark.cpu
 class TestMemory:
     def of(self, block):
         def fun(x, y):

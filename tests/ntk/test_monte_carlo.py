@@ -17,7 +17,7 @@ from eqxbatch import (
     ZarrStore,
 )
 from eqxbatch.results import MonteCarloEstimate
-from ..helpers import CountTraces, normal, spread
+from ..helpers import CountTraces, make_mesh, normal, spread
 from .random_kernels import as_jax, assert_same, each, init, kernel, KEY, sampled
 
 
@@ -405,8 +405,9 @@ class TestBadInput:
             with pytest.raises(error, match=match):
                 kernel(init=make)
 
+    @pytest.mark.devices
     def test_settings(self, tmp_path, unchecked):
-        mesh = jax.make_mesh((2, 2), ("s", "r"))
+        mesh = make_mesh(None, (2, 2), ("s", "r"))
         disk = {"store": ZarrStore(tmp_path), "block_size": 2}
         for settings, error, match in (
             ({"samples_per_batch": 0}, ValueError, "`samples_per_batch` must be at"),
