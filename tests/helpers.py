@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from .on_cpu import require
+from .on_cpu import has_accelerator, require
 
 
 # Numbers of examples around multiples of a block size of 4, and a prime.
@@ -51,6 +51,21 @@ def assert_same(got, expected, tol=None):
         a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
         scale = np.max(np.abs(b), initial=0, where=np.isfinite(b))
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def assert_bits(got, expected):
+    """Checks that arrays of two programs have the same bits on CPUs.
+
+    Elsewhere, programs add up in an order of their own, such as one that a loop on the
+    host runs and one with the loop in it. They agree to a few of the last bits.
+    """
+    if not has_accelerator():
+        assert eqx.tree_equal(got, expected)
+        return
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        is_inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+        assert_same(a, b, tol=16 * jnp.finfo(a.dtype).eps if is_inexact else None)
 
 
 def quickly(values, num, others=()):

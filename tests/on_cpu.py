@@ -39,6 +39,11 @@ def has_accelerator() -> bool:
 _marks: set[str] | None = None
 
 
+def environment(flags: str = COMPILE_FAST) -> dict[str, str]:
+    """That of a process with CPU devices."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+
+
 def begin(item: pytest.Item) -> None:
     """Notes the marks of the test that comes."""
     global _marks
@@ -122,17 +127,16 @@ def _started(config: pytest.Config, path: pathlib.Path) -> Iterator:
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider"]
     command += ["-c", str(config.inipath), f"--rootdir={config.rootpath}"]
     command += [*_options(config), "-m", " or ".join(MARKS), str(path)]
-    environment = {k: x for k, x in os.environ.items() if k not in _OWN}
-    environment |= {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{FOUR_DEVICES} {COMPILE_FAST}",
-    }
+    theirs_too = environment(f"{FOUR_DEVICES} {COMPILE_FAST}").items()
     ours, theirs = multiprocessing.connection.Pipe()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
             cwd=config.rootpath,
-            env={**environment, _CONNECTION: str(theirs.fileno())},
+            env={
+                **{name: x for name, x in theirs_too if name not in _OWN},
+                _CONNECTION: str(theirs.fileno()),
+            },
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -28,6 +28,9 @@ from eqxbatch._ntk import monte_carlo
 from ..helpers import assert_same, drawn, memory, normal, spread, variants
 
 
+pytestmark = pytest.mark.cpu
+
+
 def conv_layouts(fun, *args, platform="cpu"):
     """The layouts of all convolutions where `fun` is compiled for a platform."""
     lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))
@@ -314,7 +317,6 @@ def merged(monkeypatch, module):
     monkeypatch.setattr(module, "in_opaque_branch", lambda run, always: run)
 
 
-@pytest.mark.cpu
 def test_blocks_of_kernels_are_kept_apart(monkeypatch):
     def arc_cosine(x, y=None):
         y = x if y is None else y
@@ -337,7 +339,6 @@ def test_blocks_of_kernels_are_kept_apart(monkeypatch):
     assert 2 * apart < temporaries()
 
 
-@pytest.mark.cpu
 def test_random_models_are_drawn_apart(monkeypatch):
     def temporaries():
         init = lambda key: eqx.nn.MLP(8, 4, 128, 2, key=key)

@@ -50,6 +50,10 @@ from ..helpers import (
 )
 
 
+# What a program needs is as XLA plans it.
+pytestmark = pytest.mark.cpu
+
+
 @pytest.fixture(autouse=True)
 def _empty_cache():
     batch_module._SIZES.clear()
@@ -85,7 +89,6 @@ def per_example_loss(x):
     return jnp.sum(MODEL(x) ** 2)
 
 
-@pytest.mark.cpu
 @pytest.mark.parametrize("budget", spread(("100kB", "3MB"), 1))
 def test_is_the_largest_that_fits(budget, compilations, caplog):
     caplog.set_level(logging.DEBUG, "eqxbatch")

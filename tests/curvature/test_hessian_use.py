@@ -550,6 +550,7 @@ class TestMemory:
         expected = self.of(1_024, None, loss, **plain)(*args)
         assert_same(run(*args), expected, tol=1e-4)
 
+    @pytest.mark.cpu
     @pytest.mark.matrix
     def test_auto_takes_what_costs_less(self, getkey):
         diff, static = self.model(getkey)

@@ -20,6 +20,9 @@ from .kernel_functions import rbf, white
 from .on_disk import Stops
 
 
+# Elsewhere, other blocks are done when an event comes.
+pytestmark = pytest.mark.cpu
+
 # Meters.
 
 

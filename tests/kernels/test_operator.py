@@ -101,6 +101,7 @@ CASES = [
 
 
 # The lowest version of JAX lets NumPy copy.
+@pytest.mark.cpu
 @pytest.mark.matrix
 def test_examples_are_copied_once():
     """By JAX, and not by NumPy before."""

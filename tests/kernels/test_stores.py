@@ -131,7 +131,9 @@ def test_no_examples(totals, tmp_path):
         assert got.shape == totals
 
 
-@pytest.mark.parametrize("size", (2, MemoryBudget(4_000)))
+@pytest.mark.parametrize(
+    "size", (2, pytest.param(MemoryBudget(4_000), marks=pytest.mark.cpu))
+)
 def test_arrays_without_entries(size, tmp_path):
     def kernel(x, y):
         return {"k": x @ y.T, "rows": x[:, 0], "none": jnp.zeros((len(x), len(y), 0))}

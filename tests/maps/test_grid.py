@@ -284,6 +284,7 @@ class TestUse:
             num = fun.num if _ == 0 else num
         assert fun.num == num > 0
 
+    @pytest.mark.cpu
     def test_shared_work_is_done_once(self):
         """What depends on the first axis alone is not computed for each cell."""
 

@@ -166,18 +166,17 @@ class TestStores:
         assert [call[0] for call in meter.calls] == ["start", "step", "step", "close"]
 
 
+@pytest.mark.cpu
 class TestMemory:
     def program(self, num, **settings):
         wide = lambda key: network(key, width=64)
         monte_carlo = kernel(num, init=wide, **settings)
         return memory(lambda x: monte_carlo(x), jnp.ones((40, 3)))
 
-    @pytest.mark.cpu
     def test_flat_in_the_number_of_samples(self):
         sizes = [self.program(n, get="nngp").temp_size_in_bytes for n in (10, 1_000)]
         assert sizes[1] <= 1.01 * sizes[0] + 4 * 1_000
 
-    @pytest.mark.cpu
     @pytest.mark.matrix
     def test_grows_with_the_samples_of_a_batch(self):
         sizes = [
@@ -185,7 +184,6 @@ class TestMemory:
         ]
         assert sizes[1] > 4 * sizes[0]
 
-    @pytest.mark.cpu
     def test_budget(self):
         budget = MemoryBudget("3MB")
         stats = self.program(100, samples_per_batch=budget, get="nngp")
