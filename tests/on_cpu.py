@@ -12,7 +12,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -87,12 +87,17 @@ class OnCPU(pytest.Item):
         return self.test.reportinfo()
 
 
+# Runs the test of a name, in a process.
+Ask = Callable[[str], list[pytest.TestReport]]
+
+
 class Processes:
     """The process of one module after the other."""
 
     def __init__(self, config: pytest.Config):
         self._config = config
         self._path: pathlib.Path | None = None
+        self._ask: Ask | None = None
         self._process = contextlib.ExitStack()
 
     def run(self, test: pytest.Item) -> list[pytest.TestReport]:
@@ -122,8 +127,8 @@ def _options(config: pytest.Config) -> list[str]:
 
 
 @contextlib.contextmanager
-def _started(config: pytest.Config, path: pathlib.Path) -> Iterator:
-    """A process for the tests of a module: a function that runs one of these."""
+def _started(config: pytest.Config, path: pathlib.Path) -> Iterator[Ask]:
+    """A process for the tests of a module."""
     command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider"]
     command += ["-c", str(config.inipath), f"--rootdir={config.rootpath}"]
     command += [*_options(config), "-m", " or ".join(MARKS), str(path)]
@@ -156,12 +161,9 @@ def _started(config: pytest.Config, path: pathlib.Path) -> Iterator:
             make = config.hook.pytest_report_from_serializable
             return [make(config=config, data=data) for data in found]
 
-        with ours, process:
-            try:
-                yield ask
-            finally:
-                # It ends where no test can come any more.
-                ours.close()
+        # It ends when no test can come any more.
+        with process, ours:
+            yield ask
 
 
 class _Answers:
@@ -178,7 +180,7 @@ class _Answers:
         tests = {item.nodeid: item for item in session.items}
         make = session.config.hook.pytest_report_to_serializable
         with self._connection, contextlib.suppress(EOFError):
-            # It ends at one that is not there, as where the module cannot be imported.
+            # A test is not there where the module cannot be imported.
             while test := tests.get(self._connection.recv()):
                 self._reports.clear()
                 test.ihook.pytest_runtest_protocol(item=test, nextitem=None)

@@ -1,5 +1,6 @@
 """Tests run in a process with CPU devices, with the outcomes that they have there."""
 
+import ast
 import os
 import pathlib
 import re
@@ -117,3 +118,16 @@ def test_outcomes_are_those_on_the_cpu(tmp_path):
         "this test needs `@pytest.mark.cpu`",
     ):
         assert text in done.stdout, text
+
+
+@pytest.mark.matrix
+def test_all_meshes_are_made_where_marks_are_checked():
+    """What processes of their own run is text here."""
+    found = {
+        path.name
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("jax.make_mesh", "jax.sharding.Mesh")
+    }
+    assert found == {"helpers.py"}
