@@ -398,7 +398,7 @@ def test_settings_are_part_of_the_fingerprint(tmp_path):
     is_partitionable = jax.config.jax_threefry_partitionable
     changed = {
         "threefry_partitionable": jax.threefry_partitionable(not is_partitionable),
-        "default_matmul": jax.default_matmul_precision("highest"),
+        "default_matmul": jax.default_matmul_precision("high"),
         "enable_x64': True": enable_x64(),
     }
     for match, context in changed.items():
