@@ -10,11 +10,15 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from . import on_cpu
 from .flags import COMPILE_FAST, FOUR_DEVICES, turn_on_coming_defaults
 
 
 # Read when JAX first looks for devices, which is later than here.
-os.environ.setdefault("XLA_FLAGS", f"{FOUR_DEVICES} {COMPILE_FAST}")
+FLAGS = COMPILE_FAST if on_cpu.pretends() else f"{FOUR_DEVICES} {COMPILE_FAST}"
+os.environ.setdefault("XLA_FLAGS", FLAGS)
+# Otherwise, the first of several processes takes most of the memory of a GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Warnings are errors in the processes that tests start, as they are in the tests.
 os.environ.setdefault("PYTHONWARNINGS", "error")
 
@@ -27,6 +31,29 @@ jax.config.update("jax_traceback_filtering", "off")
 # XLA is not told which line each operation is from.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 turn_on_coming_defaults()
+if on_cpu.has_accelerator():
+    # Products of float32 have all digits, as on CPUs. Those of a result have other
+    # operands than those of its reference, and would round these.
+    jax.config.update("jax_default_matmul_precision", "highest")
+if on_cpu.pretends():
+    # The package takes it for a GPU, too.
+    from eqxbatch._base import platforms
+
+    platforms._PLATFORMS["cpu"] = platforms.GPU
+
+
+def pytest_configure(config):
+    on_cpu.register(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    items[:] = on_cpu.moved(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    on_cpu.begin(item)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from .on_cpu import has_accelerator, require
+
 
 # Numbers of examples around multiples of a block size of 4, and a prime.
 BLOCK = 4
@@ -49,6 +51,27 @@ def assert_same(got, expected, tol=None):
         a, b = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
         scale = np.max(np.abs(b), initial=0, where=np.isfinite(b))
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def last_bits(dtype):
+    """How far apart two programs may be that have the same bits on CPUs.
+
+    Programs of GPUs and TPUs add up in an order of their own: one that a loop on the
+    host runs, and one with the loop in it.
+    """
+    few = 16 * float(jnp.finfo(dtype).eps)
+    return min(few, TOLERANCES[jnp.dtype(dtype)]) if has_accelerator() else 0
+
+
+def assert_bits(got, expected):
+    """Checks that arrays have the same bits on CPUs, and all but the last elsewhere."""
+    if not has_accelerator():
+        assert eqx.tree_equal(got, expected)
+        return
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        is_inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+        assert_same(a, b, tol=last_bits(a.dtype) if is_inexact else None)
 
 
 def quickly(values, num, others=()):
@@ -92,6 +115,20 @@ def variants(values, *names):
     """
     assert {*names} <= {*values}, {*names} - {*values}
     return [_left_to_matrix(x) if x in names else x for x in values]
+
+
+def on_devices(params, which):
+    """Values for `parametrize`, of which those are marked that need several devices.
+
+    `which` says so of their arguments. The others run on a single GPU, too.
+    """
+    found = []
+    for x in params:
+        if not hasattr(x, "marks"):
+            x = pytest.param(*(x if isinstance(x, tuple) else (x,)))
+        marks = (*x.marks, *[pytest.mark.devices] * bool(which(*x.values)))
+        found.append(pytest.param(*x.values, marks=marks, id=x.id))
+    return found
 
 
 def _left_to_matrix(x):
@@ -169,9 +206,13 @@ KINDS = (AxisType.Auto, AxisType.Explicit)
 
 
 def make_mesh(kind, shape=(4,), names=("data",)):
-    if jax.device_count() < 4:
-        pytest.fail("these tests need four devices: see flags.py")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    """A mesh with axes of this kind, or of that which JAX takes for None."""
+    if math.prod(shape) > 1:
+        require("devices")
+    if jax.device_count() < math.prod(shape):
+        pytest.fail(f"there are fewer devices than {shape} needs: see flags.py")
+    types = None if kind is None else (kind,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=types)
 
 
 def put(x, mesh, *spec):
@@ -180,6 +221,7 @@ def put(x, mesh, *spec):
 
 def memory(fun, *args):
     """XLA's memory analysis of the compiled `fun`: `temp_size_in_bytes` and so on."""
+    require("cpu")
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     return jax.jit(fun).lower(*structs).compile().memory_analysis()
 

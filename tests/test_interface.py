@@ -31,7 +31,7 @@ from eqxbatch import (
     filter_micro_vmap,
     filter_microbatch,
 )
-from .helpers import drawn
+from .helpers import drawn, make_mesh
 
 
 pytestmark = pytest.mark.quick
@@ -209,7 +209,7 @@ def test_bound_methods_that_take_anything():
                 loss,
                 block_size=(2, 3),
                 store=eqxbatch.HostStore(),
-                mesh=jax.make_mesh((1,), ("rows",)),
+                mesh=make_mesh(None, (1,), ("rows",)),
             ),
             "filter_batch_kernel(loss, block_size=(2, 3), store=HostStore(), mesh=Me",
         ),

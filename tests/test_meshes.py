@@ -36,8 +36,7 @@ def expected(feature, name, total):
 
 
 def one_axis(kind, num):
-    devices = jax.devices()[:num]
-    return jax.make_mesh((num,), ("data",), axis_types=(kind,), devices=devices)
+    return make_mesh(kind, (num,))
 
 
 def spread(model, mesh, how):
@@ -68,6 +67,7 @@ def placed(name, mesh, how, total):
 OF_OTHERS = ("filter_micro_grad clip_norm", "filter_hessian flat")
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize("feature", [x for x in FEATURES if x not in OF_OTHERS])
 def test_equals_one_device(feature):
@@ -78,6 +78,7 @@ def test_equals_one_device(feature):
     assert_same(jax.device_get(got), expected(feature, "dense", TOTAL), tol=1e-4)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "feature",
@@ -95,6 +96,7 @@ def test_numbers_of_examples_that_devices_do_not_divide(feature):
         assert_same(jax.device_get(got), expected(feature, "dense", UNEVEN), tol=1e-4)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "feature"),
@@ -116,6 +118,7 @@ def test_other_models(name, feature):
     assert_same(jax.device_get(got), expected(feature, name, TOTAL), tol=1e-4)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize("method", ("sites", "materialise"))
 def test_functions_of_parameters_alone_within_shard_map(method):
@@ -141,6 +144,7 @@ def test_all_public_names_are_tried():
     assert named - tried == set()
 
 
+@pytest.mark.devices
 class TestExplicit:
     mesh = property(lambda _: make_mesh(AxisType.Explicit))
 
@@ -231,6 +235,7 @@ class TestExplicit:
             hessian(model)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
 def test_convolutions_that_say_how_they_are_spread(kind):
     """In loops, too, where they have another layout."""
@@ -255,6 +260,7 @@ def test_convolutions_that_say_how_they_are_spread(kind):
     assert np.all(np.isfinite(wanted.weight))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("names_axes", variants((False, True), False))
 def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
     """Their derivatives are equations of a program that has been traced there."""
@@ -283,6 +289,7 @@ def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
     np.testing.assert_allclose(got[1], np.mean(scales[:, None] * w, 0), rtol=1e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 def test_sites_are_explained_and_checked():
     model, x = drawn(eqx.nn.Linear, 3, 2, key=KEY), normal(KEY, (TOTAL, 3))

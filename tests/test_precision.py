@@ -20,6 +20,9 @@ from eqxbatch import (
 from .derivatives import clip, DERIVATIVES, Net, outputs, X, Y
 
 
+# Elsewhere, the tests have a precision of their own: see conftest.py.
+pytestmark = pytest.mark.cpu
+
 DEFAULT, HIGH, HIGHEST = lax.Precision
 PRODUCTS = ("dot_general", "conv_general_dilated")
 

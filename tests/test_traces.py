@@ -31,7 +31,7 @@ from eqxbatch import (
 )
 from eqxbatch._kernels import batch_kernel
 from eqxbatch._ntk import empirical
-from .helpers import drawn
+from .helpers import drawn, make_mesh
 
 
 X = jnp.ones((5, 3))
@@ -151,11 +151,12 @@ def test_a_function_is_called_once_to_trace_it(call, expected):
     assert len(CALLS) == expected
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("place", ("store", "mesh", "reduce"))
 def test_programs_of_a_kernel_share_the_trace_of_its_model(place):
     jax.clear_caches()
     CALLS.clear()
-    mesh = jax.make_mesh((2,), ("rows",))
+    mesh = make_mesh(None, (2,), ("rows",))
     settings = {
         "store": {"store": "host"},
         "mesh": {"mesh": mesh},

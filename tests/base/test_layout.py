@@ -28,6 +28,9 @@ from eqxbatch._ntk import monte_carlo
 from ..helpers import assert_same, drawn, memory, normal, spread, variants
 
 
+pytestmark = pytest.mark.cpu
+
+
 def conv_layouts(fun, *args, platform="cpu"):
     """The layouts of all convolutions where `fun` is compiled for a platform."""
     lowered = jax.jit(fun).trace(*args).lower(lowering_platforms=(platform,))

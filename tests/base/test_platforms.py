@@ -12,6 +12,7 @@ from eqxbatch import explain_sites, filter_ggn_diagonal, filter_micro_grad
 from eqxbatch._base.platforms import compiled, CPU, for_platform, GPU, platform, TPU
 
 
+@pytest.mark.cpu
 def test_arguments_come_before_the_default_device():
     x = jnp.ones(3)
     here = jax.device_put(x, jax.devices()[0])
@@ -82,6 +83,7 @@ def slow(x):
     return x[(0 * y[0, 0]).astype(jnp.int32), 0]
 
 
+@pytest.mark.cpu
 def test_programs_that_do_not_wait():
     x = jnp.ones((500, 500))
     assert not compiled(slow, waits=False)(x).is_ready()

@@ -568,6 +568,7 @@ def test_optax_accumulator_objects(getkey):
 # Memory
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("name", spread(sorted(set(ORACLES) - {"concat"}), 3))
 def test_temporaries_do_not_grow_with_the_batch(name):
     accumulator, _ = ORACLES[name]

@@ -152,6 +152,7 @@ class Wrapped:
 MASKED = np.ma.array(X[:4], mask=X[:4] > 1)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     "batch",
     (

@@ -38,7 +38,20 @@ from eqxbatch._base.platforms import for_platform, GPU, has_library, memory_opti
 from eqxbatch._batch import batch as batch_module
 from eqxbatch._batch.batch import CompiledBytes, fit_size, machine_bytes
 from eqxbatch._ntk import pairings
-from ..helpers import assert_same, bent, CountTraces, drawn, memory, normal, spread
+from ..helpers import (
+    assert_same,
+    bent,
+    CountTraces,
+    drawn,
+    make_mesh,
+    memory,
+    normal,
+    spread,
+)
+
+
+# What a program needs is as XLA plans it.
+pytestmark = pytest.mark.cpu
 
 
 @pytest.fixture(autouse=True)
@@ -521,9 +534,10 @@ def test_cache_tells_functions_apart():
         run(lambda x: jnp.tanh(jnp.outer(x, x)))(X[:64])
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 def test_names_of_axes_inside_of_shard_map(kind):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    mesh = make_mesh(kind)
     spec = PartitionSpec("data")
     x = jax.device_put(jnp.arange(32.0).reshape(16, 2), NamedSharding(mesh, spec))
 
@@ -542,8 +556,9 @@ def test_names_of_axes_inside_of_shard_map(kind):
         spread(too_small)(x)
 
 
+@pytest.mark.devices
 def test_what_is_measured_inside_of_shard_map_is_the_program_of_a_device(compilations):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(AxisType.Auto)
     spec, budget = PartitionSpec("data"), MemoryBudget("100kB")
     heavy = lambda x: jnp.sum(jnp.tanh(jnp.outer(x, x)))
     index = lambda x: jax.lax.axis_index("data").astype(x.dtype)

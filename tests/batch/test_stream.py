@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import os
 import socket
 import subprocess
 import sys
@@ -46,7 +45,16 @@ from eqxbatch import (
     Variance,
 )
 from ..flags import COMPILE_FAST
-from ..helpers import aligned, assert_same, Counted, KINDS, make_mesh, thinned
+from ..helpers import (
+    aligned,
+    assert_bits,
+    assert_same,
+    Counted,
+    KINDS,
+    make_mesh,
+    thinned,
+)
+from ..on_cpu import environment
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -268,7 +276,7 @@ def test_steps_and_scan(net):
     assert state.passes[0].num_examples == NUM
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
     got = stream.finish(state, net, rows=joined)
-    assert eqx.tree_equal(got, stream(net, batches(X, Y)))
+    assert_bits(got, stream(net, batches(X, Y)))
 
     state = stream.init(net, (X[:4], Y[:4]))
     stacked = X[:8].reshape(2, 4, 3), Y[:8].reshape(2, 4)
@@ -357,6 +365,7 @@ def test_a_loader_may_use_its_memory_again(as_batch):
     assert total == 190 * 200_000
 
 
+@pytest.mark.devices
 @pytest.mark.versions
 @pytest.mark.parametrize(("kind", "name"), thinned(KINDS, ("gradient", "monte carlo")))
 def test_on_a_mesh(kind, name, net):
@@ -367,6 +376,7 @@ def test_on_a_mesh(kind, name, net):
     assert_same(jax.device_get(got), jax.device_get(expected), 1e-11)
 
 
+@pytest.mark.cpu
 @pytest.mark.versions
 def test_rows_go_to_disk(net, tmp_path):
     def features(net, x):
@@ -388,7 +398,7 @@ def test_rows_go_to_disk(net, tmp_path):
     assert got["out"].chunks == (2, 2)
     got = jax.tree.map(np.asarray, got)
     assert_same(got, expected)
-    assert eqx.tree_equal(got, stored(store="host")(net, X))
+    assert_bits(got, stored(store="host")(net, X))
 
     changed = np.where(np.arange(NUM)[:, None] == 5, 1.0, X)
     got = run(net, Counted(changed))
@@ -511,7 +521,7 @@ def test_two_processes_with_a_loader_each():
             [*command, str(rank), str(port)],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "XLA_FLAGS": flags},
+            env=environment(flags),
         )
         for rank in range(2)
     ]

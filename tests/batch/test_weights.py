@@ -359,6 +359,7 @@ def test_derivatives_with_respect_to_padded_rows():
     assert_same(jax.jit(jax.grad(gradient))(x), 2 * expected, tol=1e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_a_mesh(kind):
     mesh = make_mesh(kind)

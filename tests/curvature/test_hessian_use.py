@@ -34,6 +34,7 @@ from ..helpers import (
     CountTraces,
     drawn,
     forwards_only,
+    make_mesh,
     memory,
     normal,
     only_backwards,
@@ -121,9 +122,10 @@ class TestUse:
         slope = jax.jit(jax.grad(curvature))(3.0)
         np.testing.assert_allclose(slope, expected, rtol=1e-5)
 
+    @pytest.mark.devices
     @pytest.mark.parametrize("method", spread(CHOICES, 1))
     def test_shard_map(self, method, getkey, x64):
-        mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+        mesh = make_mesh(AxisType.Auto, names=("i",))
         model, (x, y) = network(getkey()), batch(getkey(), 8)
         diff, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -470,6 +472,7 @@ class TestMemory:
         model = network(getkey(), width, depth, use_bias=True)
         return eqx.partition(model, eqx.is_inexact_array)
 
+    @pytest.mark.cpu
     @pytest.mark.parametrize("method", spread(("sites", "products"), 1))
     def test_flat_in_the_number_of_examples(self, method, getkey):
         diff, static = self.model(getkey, depth=1)
@@ -483,6 +486,7 @@ class TestMemory:
         ]
         assert sizes[1] <= 1.02 * sizes[0]
 
+    @pytest.mark.cpu
     @pytest.mark.matrix
     def test_sites_take_blocks_of_examples_themselves(self, getkey):
         diff, static = self.model(getkey)
@@ -494,6 +498,7 @@ class TestMemory:
         ]
         assert sizes[1] <= 1.1 * sizes[0]
 
+    @pytest.mark.cpu
     @pytest.mark.matrix
     def test_terms_of_few_pairs_are_there_at_once(self, getkey):
         model = eqx.nn.MLP(32, "scalar", 32, 3, jnp.tanh, key=getkey())
@@ -503,6 +508,7 @@ class TestMemory:
         # With those of all pairs, it is as large as the matrix.
         assert result.temp_size_in_bytes <= 0.7 * result.output_size_in_bytes
 
+    @pytest.mark.cpu
     def test_flat_in_the_number_of_columns(self, getkey):
         # It has 257 parameters.
         diff, static = self.model(getkey, width=64, depth=1)
@@ -515,6 +521,7 @@ class TestMemory:
         ]
         assert 6 * sizes[0] < sizes[1]
 
+    @pytest.mark.cpu
     @pytest.mark.matrix
     def test_less_than_jax(self, getkey):
         diff, static = self.model(getkey)
@@ -529,6 +536,7 @@ class TestMemory:
             ours = memory(self.of(256, static, method=method), *args).temp_size_in_bytes
             assert ours <= part * theirs
 
+    @pytest.mark.cpu
     def test_budget(self, getkey):
         loss = lambda w, x, y: (jnp.sum(jnp.tanh(w @ x)) - y) ** 2
         args = (normal(getkey(), (16, 2), float), *batch(getkey(), 1_024))
@@ -542,6 +550,7 @@ class TestMemory:
         expected = self.of(1_024, None, loss, **plain)(*args)
         assert_same(run(*args), expected, tol=1e-4)
 
+    @pytest.mark.cpu
     @pytest.mark.matrix
     def test_auto_takes_what_costs_less(self, getkey):
         diff, static = self.model(getkey)
@@ -599,6 +608,7 @@ class TestRangeOfFloat16:
         np.testing.assert_allclose(np.asarray(got, np.float64), [22500, 150], rtol=2e-3)
 
 
+@pytest.mark.cpu
 @pytest.mark.matrix
 def test_one_array_is_differentiated_as_by_jax(getkey):
     def chain(x):

@@ -332,6 +332,7 @@ class TestMemory:
         run = lambda p, g: filter_jacobian(lines, flat=True, **settings)(p, g)[0]
         return run, (parameters, grid)
 
+    @pytest.mark.cpu
     def test_smaller_blocks_take_less(self):
         # Older versions of XLA fuse all columns of the lines, which then take nothing.
         def smooth(weights, basis, window):
@@ -352,6 +353,7 @@ class TestMemory:
         plain, _ = self.jacobian(block_size=5)
         assert_same(jax.jit(run)(*args), jax.jit(plain)(*args))
 
+    @pytest.mark.cpu
     @pytest.mark.matrix
     @pytest.mark.parametrize("mode", MODES[:2])
     def test_budget(self, mode):

@@ -25,7 +25,16 @@ from eqxbatch import (
 from eqxbatch._base import platforms
 from eqxbatch._curvature import kfac as kfac_module
 from eqxbatch.results import Unravel
-from ..helpers import drawn, forwards_only, normal, rows_only, spread, thinned, variants
+from ..helpers import (
+    drawn,
+    forwards_only,
+    make_mesh,
+    normal,
+    rows_only,
+    spread,
+    thinned,
+    variants,
+)
 from .kfac_models import (
     diagonal_of,
     exact_blocks,
@@ -158,6 +167,7 @@ def test_blocks_of_examples(name, y, monkeypatch):
     assert blocks
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("fisher", "has_few_directions"),
     variants(
@@ -178,7 +188,7 @@ def test_shard_map(fisher, has_few_directions, monkeypatch):
     # A new one: no program of another platform may be taken.
     known = KNOWN["pooled" if has_few_directions else "mlp"](jr.key(1), 16)
     y = normal(jr.key(2), (16, 2), float)
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(AxisType.Auto, names=("i",))
     settings = {"fisher": fisher, "accumulator": Sum(), "corrected": has_few_directions}
 
     @jax.jit

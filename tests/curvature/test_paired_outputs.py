@@ -225,6 +225,7 @@ def test_layers_with_the_entries_of_an_output():
     assert [paired_of(fun, w) for fun in mixed] == [[None]] * len(mixed)
 
 
+@pytest.mark.cpu
 def test_memory_is_bounded():
     """It grows neither with the number of examples nor with the square of a leaf."""
     model = drawn(eqx.nn.Linear, 64, 256, dtype=jnp.float32, key=jr.key(0))

@@ -11,7 +11,7 @@ import eqxbatch
 from ..helpers import KINDS, make_mesh, normal, put, thinned
 
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.devices, pytest.mark.versions]
 
 
 NUM = 3  # The examples on each of four devices.

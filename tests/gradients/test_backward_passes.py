@@ -129,6 +129,7 @@ def test_norms_and_clipped_sums(place, name, method):
     np.testing.assert_allclose(got, expected, rtol=2e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_mesh(kind):
     loss, mesh = of_data("injected"), make_mesh(kind)

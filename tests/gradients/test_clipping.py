@@ -293,6 +293,7 @@ def test_one_infinite_entry_makes_all_of_a_gradient_infinite(method):
     assert not any(jnp.isfinite(g).any() for g in gradient)
 
 
+@pytest.mark.cpu
 def test_memory_of_norms_is_not_that_of_gradients(getkey):
     model = mlp(getkey())
     x, y = np.zeros((512, 8), np.float32), np.zeros((512, 4), np.float32)

@@ -18,7 +18,7 @@ from eqxbatch import (
     Mean,
     Sum,
 )
-from ..helpers import assert_same, KINDS, normal, spread
+from ..helpers import assert_same, KINDS, make_mesh, normal, spread
 
 
 class Normed(eqx.Module):
@@ -147,6 +147,7 @@ def test_running_means_and_other_arguments(call):
     same(only(*call), gradient)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", spread(KINDS, 1))
 def test_on_meshes(call, kind):
     """All devices share each microbatch."""
@@ -156,7 +157,7 @@ def test_on_meshes(call, kind):
         with_outputs, axis_name="batch", has_aux=True, microbatch_size=8
     )
     wanted = eqx.filter(run(model, state, *rows), eqx.is_array)
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(kind,))
+    mesh = make_mesh(kind, names=("i",))
     placed = jax.device_put(rows, NamedSharding(mesh, P("i")))
     got = run(model, state, *placed)
     same(jax.device_get(eqx.filter(got, eqx.is_array)), wanted)

@@ -13,6 +13,8 @@ from eqxbatch import Concat, Mean, Sum
 from ..helpers import assert_same, KINDS, make_mesh, normal, put, thinned, variants
 
 
+pytestmark = pytest.mark.devices
+
 TOTAL = 40
 X = (
     normal(jax.random.key(0), (TOTAL, 3))
@@ -88,6 +90,7 @@ def test_other_meshes_and_axes(kind):
     assert run(put(x[:, :0], mesh)).shape == (4, 0)
 
 
+@pytest.mark.cpu
 def test_no_device_gets_all_rows():
     mesh = make_mesh(AxisType.Auto)
     x, w = put(normal(jax.random.key(3), (1024, 64)), mesh, "data"), put(W, mesh)

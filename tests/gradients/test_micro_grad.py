@@ -405,6 +405,7 @@ def test_accumulators_of_optax(getkey):
     assert_same(fun(model, x, y), (np.sum(aux.values), expected))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("options", spread(({"clip_norm": 1.0}, {}), 1))
 def test_memory_is_flat_in_the_number_of_examples(getkey, options):
     arrays, fun = program(mlp(getkey(), 1), 32, **options)
@@ -417,6 +418,7 @@ def test_memory_is_flat_in_the_number_of_examples(getkey, options):
     assert sizes[0] == sizes[1]
 
 
+@pytest.mark.cpu
 def test_memory_budget(getkey):
     model = mlp(getkey(), 1)
     x, y = normal(getkey(), (2000, 8)), normal(getkey(), (2000, 4))

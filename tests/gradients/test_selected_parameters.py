@@ -171,6 +171,7 @@ def test_batched_methods_in_a_jit(getkey):
     assert_same(Task(model).gradient(x, y)[0], gradient)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", spread(KINDS, 1))
 def test_selections_on_a_mesh(getkey, kind):
     model, x, y = data(getkey(), 8)
@@ -196,6 +197,7 @@ def test_selections_on_a_mesh(getkey, kind):
     assert_same(jax.device_get(jax.jit(mapped)(xs, ys)), jax.device_get(total))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "options", ({}, {"clip_norm": 1.0, "method": "materialise"}, {"moments": True})
 )

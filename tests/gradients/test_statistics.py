@@ -123,6 +123,7 @@ def test_moments_of_factors_out_of_range(power):
     np.testing.assert_allclose(found.moments.variance, truth, rtol=1e-4)
 
 
+@pytest.mark.cpu
 def test_moments_take_little_memory(getkey):
     model = drawn(eqx.nn.MLP, 128, "scalar", 128, 1, key=getkey())
     x = normal(getkey(), (256, 128))
@@ -167,6 +168,7 @@ def test_rows_of_tables(getkey):
     assert_same(found.moments.variance, variance, tol=1e-12)
 
 
+@pytest.mark.cpu
 def test_no_table_is_formed(getkey):
     table = drawn(eqx.nn.Embedding, 1000, 32, key=getkey())
     tokens = integers(getkey(), (16, 8), 1000)
@@ -180,6 +182,7 @@ def test_no_table_is_formed(getkey):
     assert sizes[1] < 3 * size
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", variants(KINDS, KINDS[0]))
 def test_meshes(getkey, kind):
     model, x, y = data(getkey(), 24)

@@ -32,6 +32,7 @@ from ..helpers import (
     make_mesh,
     memory,
     normal,
+    on_devices,
     spread,
     thinned,
     TOTALS,
@@ -162,7 +163,10 @@ def test_large_tiles_are_made_symmetric_in_pieces(dtype, getkey):
     assert_same(got, noise, tol=1e-5)
 
 
-@pytest.mark.parametrize(("one_side", "mesh"), thinned((True, False), (True, False)))
+@pytest.mark.parametrize(
+    ("one_side", "mesh"),
+    on_devices(thinned((True, False), (True, False)), lambda one_side, mesh: mesh),
+)
 def test_pytrees_and_axes(one_side, mesh, getkey):
     model = Structured(jnp.array(0.7), 2)
     inputs = lambda n: {"a": normal(getkey(), (3, n)), "b": normal(getkey(), (2, n))}
@@ -195,6 +199,7 @@ def test_pytrees_and_axes(one_side, mesh, getkey):
     assert_same(transposed(first, second), unmasked)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("totals", ((0, 3), (3, 0), (0, 0)))
 def test_one_side_without_examples(totals, getkey):
     """What there is of the other side alone is there."""
@@ -279,6 +284,7 @@ def estimators():
     }
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", list(estimators()))
 def test_estimators_are_symmetric_by_themselves(name, getkey):
@@ -316,6 +322,7 @@ def test_estimators_with_keys_and_pairs(getkey):
     assert_same(got, kernel(x, key=key, scale=(s, None)))
 
 
+@pytest.mark.devices
 def test_within_transforms(getkey):
     x = normal(getkey(), (7, 3))
     batched = filter_batch_kernel(rbf, block_size=3, symmetric=True)
@@ -397,6 +404,7 @@ def test_traces_of_symmetric_kernels(how, pairwise, getkey, tmp_path):
     assert kernel.num == num
 
 
+@pytest.mark.cpu
 def test_memory_is_flat():
     batched = filter_batch_kernel(rbf, block_size=64, symmetric=True)
     reduced = lambda x: dataclasses.replace(
@@ -414,6 +422,7 @@ def test_memory_is_flat():
     assert found[4096][1].output_size_in_bytes < 20_000
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("stored", spread((True, False), 1))
 def test_budget(stored, unchecked, getkey):
     x = normal(getkey(), (600, 3))
@@ -442,6 +451,7 @@ def test_budget(stored, unchecked, getkey):
 # Bad input.
 
 
+@pytest.mark.devices
 def test_wrong_settings(unchecked):
     wrong = [
         ({"block_size": 0}, ValueError, "`block_size` must be at least 1; got 0"),

@@ -44,6 +44,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("kind", "total", "some"),
     (*MESHES[:2], *(pytest.param(*x, marks=pytest.mark.matrix) for x in MESHES[2:])),
@@ -97,6 +98,7 @@ def of_gradients(w):
     return kernel
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", spread((AxisType.Auto, AxisType.Explicit), 1))
 def test_what_a_kernel_function_closes_over_on_a_mesh(kind, getkey):
     x, w = normal(getkey(), (7, 3)), normal(getkey(), (3,))
@@ -114,6 +116,7 @@ def test_what_a_kernel_function_closes_over_on_a_mesh(kind, getkey):
         assert_same(jax.device_get(got), result)
 
 
+@pytest.mark.devices
 def test_estimators_in_a_lambda_on_a_mesh(getkey):
     x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Auto, (2,))
     ntk = EmpiricalNTK(bent(3, 2, getkey()))
@@ -122,6 +125,7 @@ def test_estimators_in_a_lambda_on_a_mesh(getkey):
     assert_same(jax.device_get(got), jax.device_get(ntk(x)))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", spread((AxisType.Explicit, AxisType.Auto), 1))
 def test_derivatives_in_what_is_closed_over_on_a_mesh(kind, getkey):
     x, y, w = normal(getkey(), (7, 3)), normal(getkey(), (4, 3)), normal(getkey(), (3,))
@@ -146,6 +150,7 @@ def test_derivatives_in_what_is_closed_over_on_a_mesh(kind, getkey):
     assert_same(jax.device_get(got), jax.device_get(expected), tol=1e-4)
 
 
+@pytest.mark.devices
 def test_explicit_axes_of_what_is_closed_over(getkey):
     x, w = normal(getkey(), (7, 3)), normal(getkey(), (3,))
     mesh = make_mesh(AxisType.Explicit, (2,))
@@ -159,16 +164,18 @@ def test_explicit_axes_of_what_is_closed_over(getkey):
     assert_same(jax.device_get(got), jax.device_get(jax.jit(of_gradients(w))(x)))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("num", variants((1, 2, 3), 2))
 def test_other_numbers_of_devices(num, getkey):
     x = normal(getkey(), (11, 3))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:num]), ("data",))
+    mesh = make_mesh(AxisType.Auto, (num,))
     got = filter_batch_kernel(white, block_size=2, symmetric=True, mesh=mesh)(x)
     got = np.asarray(got)
     assert_same(got, np.asarray(jax.jit(white)(x)))
     np.testing.assert_array_equal(got, got.T)
 
 
+@pytest.mark.devices
 def test_one_axis_of_a_mesh(getkey):
     x = normal(getkey(), (8, 3))
     mesh = make_mesh(AxisType.Auto, (2, 2), ("rows", "other"))
@@ -183,6 +190,7 @@ def test_one_axis_of_a_mesh(getkey):
     np.testing.assert_allclose(hosted(x), expected, rtol=1e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("kind", "store"), ((AxisType.Auto, "device"), (AxisType.Explicit, HostStore()))
 )
@@ -198,6 +206,7 @@ def test_budget_on_a_mesh(kind, store, getkey):
     np.testing.assert_allclose(batched(x), jax.jit(rbf)(x), rtol=1e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("how", spread(("closed over", "moved", "field"), 1))
 def test_results_on_a_mesh_with_explicit_axes(how, getkey):
     """No array of the call is on the mesh, or the result is sharded over it."""
@@ -224,6 +233,7 @@ def test_results_on_a_mesh_with_explicit_axes(how, getkey):
         np.testing.assert_allclose(operator.column(2), dense[:, 2], rtol=1e-5)
 
 
+@pytest.mark.devices
 def test_how_often_a_kernel_function_is_traced(getkey):
     """Once for shapes and once for a block, also where results are moved."""
     x, y = normal(getkey(), (4, 3)), normal(getkey(), (6, 3))
@@ -247,6 +257,7 @@ def test_how_often_a_kernel_function_is_traced(getkey):
         assert linear.num == 2
 
 
+@pytest.mark.devices
 def test_rows_beside_a_kernel_with_a_function_for_its_mirror_image(getkey):
     """Two devices share the rows of a block, whose number is odd."""
     x = normal(getkey(), (13, 2))
@@ -262,6 +273,7 @@ def test_rows_beside_a_kernel_with_a_function_for_its_mirror_image(getkey):
     assert_same(rows, x[:, 0])
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("trace_axes", variants((-1, None), -1))
 def test_estimators_whose_model_is_on_a_mesh_with_explicit_axes(trace_axes, getkey):
     x, mesh = normal(getkey(), (4, 3)), make_mesh(AxisType.Explicit, (2,))

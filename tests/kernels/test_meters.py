@@ -20,6 +20,9 @@ from .kernel_functions import rbf, white
 from .on_disk import Stops
 
 
+# Elsewhere, other blocks are done when an event comes.
+pytestmark = pytest.mark.cpu
+
 # Meters.
 
 
@@ -42,6 +45,7 @@ def test_meters_count_nans(getkey):
             assert len(log) == 2 + (6 if symmetric else 9)
 
 
+@pytest.mark.devices
 def test_meters_on_the_device(getkey):
     x = normal(getkey(), (13, 3))
     log = []
@@ -94,6 +98,7 @@ class StartsWithItsOwn(AbstractReduction):
         return state
 
 
+@pytest.mark.devices
 def test_arrays_of_reductions_are_not_overwritten(getkey):
     x, offset = normal(getkey(), (13, 3)), normal(getkey(), (13,))
     expected = np.asarray(offset) + np.asarray(jax.jit(rbf)(x)).sum(1)

@@ -101,6 +101,7 @@ CASES = [
 
 
 # The lowest version of JAX lets NumPy copy.
+@pytest.mark.cpu
 @pytest.mark.matrix
 def test_examples_are_copied_once():
     """By JAX, and not by NumPy before."""
@@ -324,6 +325,7 @@ def test_kernels_of_models(getkey, tmp_path):
         np.testing.assert_allclose(one, two, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.devices
 @pytest.mark.versions
 def test_on_a_mesh(tmp_path):
     mesh = make_mesh(AxisType.Auto)
@@ -343,6 +345,7 @@ def test_on_a_mesh(tmp_path):
     close(stored.mv(vectors), matrix @ vectors)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("axis_type", spread((AxisType.Explicit, AxisType.Auto), 1))
 def test_a_store_while_a_mesh_is_set(axis_type):
     mesh = make_mesh(axis_type)
@@ -353,6 +356,7 @@ def test_a_store_while_a_mesh_is_set(axis_type):
             close(operator.as_matrix(), dense(rbf, X))
 
 
+@pytest.mark.cpu
 def test_no_copies_of_the_kernel():
     """A product needs memory for blocks, not for the kernel."""
     x = jnp.zeros((2048, 3))

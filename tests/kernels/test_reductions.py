@@ -14,7 +14,7 @@ from eqxbatch import (
     KernelProduct,
     TopK,
 )
-from ..helpers import assert_same, make_mesh, memory, normal, variants
+from ..helpers import assert_same, make_mesh, memory, normal, on_devices, variants
 from .kernel_functions import lopsided, rbf
 
 
@@ -110,6 +110,7 @@ class Turned(AbstractReduction):
         return state
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
     ("total", "size"), variants(((4, 2), (5, 3), (8, 2)), (4, 2), (8, 2))
 )
@@ -125,6 +126,7 @@ def test_reductions_that_permute_their_state_on_a_mesh(total, size, getkey):
     np.testing.assert_array_equal(np.asarray(turned).sum(1), 3 * total)
 
 
+@pytest.mark.devices
 def test_reductions_whose_tiles_devices_cannot_share_equally(getkey):
     x, y = (normal(getkey(), (6, 3)) for _ in range(2))
     mesh = make_mesh(AxisType.Auto, (2,))
@@ -134,6 +136,7 @@ def test_reductions_whose_tiles_devices_cannot_share_equally(getkey):
     assert_same(jax.device_get((sums(x), sums(x, y))), jax.device_get(dense))
 
 
+@pytest.mark.devices
 def test_entries_of_minus_infinity_among_the_largest():
     inf = np.inf
     dense = np.array(
@@ -183,9 +186,12 @@ _DRIVERS = ({}, {"progress": True}, {"mesh": None})
 @pytest.mark.parametrize("dtype", variants((jnp.float32, jnp.bfloat16), jnp.bfloat16))
 @pytest.mark.parametrize(
     ("size", "driver"),
-    variants(
-        ((2, 0), ((4, 3), 2), (5, 1), (None, 0), (1, 2), (3, 2)),
-        *(((4, 3), 2), (None, 0), (1, 2)),
+    on_devices(
+        variants(
+            ((2, 0), ((4, 3), 2), (5, 1), (None, 0), (1, 2), (3, 2)),
+            *(((4, 3), 2), (None, 0), (1, 2)),
+        ),
+        lambda size, driver: "mesh" in _DRIVERS[driver],
     ),
 )
 def test_equal_entries_and_nans(size, driver, dtype):
@@ -241,7 +247,7 @@ def test_sums_of_rows_of_integers(dtype):
     assert_same(got, dense @ jnp.ones(7, dtype))
 
 
-@pytest.mark.parametrize("on_mesh", (True, False))
+@pytest.mark.parametrize("on_mesh", on_devices((True, False), bool))
 def test_many_blocks_of_equal_values(on_mesh):
     """Adding one by one loses 6e-5 of the sums."""
     value, num = np.float32(0.1), 2**13
@@ -284,7 +290,7 @@ def test_reductions_within_transforms(getkey):
     assert_same(*both(x, v), tol=1e-4)
 
 
-@pytest.mark.parametrize("on_mesh", (True, False))
+@pytest.mark.parametrize("on_mesh", on_devices((True, False), bool))
 def test_norms_whose_squares_are_out_of_range(on_mesh, getkey):
     x, labels = normal(getkey(), (9, 3)), normal(getkey(), (9, 2))
     settings = {"mesh": make_mesh(AxisType.Auto, (2,))} if on_mesh else {}
@@ -365,6 +371,7 @@ def _loss(reduce, n, symmetric=True):
     return loss
 
 
+@pytest.mark.cpu
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("reduce", "argnums"),

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import signal
 import socket
@@ -27,6 +26,7 @@ from eqxbatch._kernels.on_host import _Team
 from ..conftest import enable_x64
 from ..flags import COMPILE_FAST
 from ..helpers import CountTraces, drawn, normal, thinned
+from ..on_cpu import environment
 from .kernel_functions import rbf, white
 from .on_disk import chunks, Stops
 
@@ -230,7 +230,7 @@ def start_run(folder, *stops):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "XLA_FLAGS": COMPILE_FAST},
+        env=environment(),
     )
 
 
@@ -245,6 +245,7 @@ def check_full_disk(process, folder):
     assert whole
 
 
+@pytest.mark.cpu
 @pytest.mark.versions
 @pytest.mark.parametrize(
     "processes",
@@ -397,7 +398,7 @@ def test_settings_are_part_of_the_fingerprint(tmp_path):
     is_partitionable = jax.config.jax_threefry_partitionable
     changed = {
         "threefry_partitionable": jax.threefry_partitionable(not is_partitionable),
-        "default_matmul": jax.default_matmul_precision("highest"),
+        "default_matmul": jax.default_matmul_precision("high"),
         "enable_x64': True": enable_x64(),
     }
     for match, context in changed.items():
@@ -583,6 +584,7 @@ def test_meshes_of_some_processes(monkeypatch):
             _Team(MeshAxis(mesh, "rows"), ZarrStore("never opened"))
 
 
+@pytest.mark.cpu
 @pytest.mark.versions
 def test_two_processes(tmp_path):
     with socket.socket() as free:
@@ -602,7 +604,7 @@ def test_two_processes(tmp_path):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "XLA_FLAGS": flags},
+            env=environment(flags),
         )
         for rank in range(2)
     ]

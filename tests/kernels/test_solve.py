@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import os
 import random
 import shutil
 import signal
@@ -27,8 +26,8 @@ from eqxbatch import (
     ZarrStore,
 )
 from eqxbatch._kernels.solve import ConjugateGradients, initial
-from ..flags import COMPILE_FAST
 from ..helpers import drawn, spread, thinned, variants
+from ..on_cpu import environment
 from .kernel_functions import rbf, white
 from .on_disk import Stops
 
@@ -450,7 +449,7 @@ def test_a_solve_that_is_killed_four_times(tmp_path):
         process = subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(SCRIPT), str(folder)],
             stdout=subprocess.PIPE,
-            env={**os.environ, "XLA_FLAGS": COMPILE_FAST},
+            env=environment(),
         )
         with process.stdout as out:
             out.readline()

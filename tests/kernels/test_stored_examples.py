@@ -1,7 +1,6 @@
 """Kernels of examples that are not in memory, against those of the same arrays."""
 
 import functools
-import os
 import pathlib
 import random
 import shutil
@@ -40,8 +39,17 @@ from eqxbatch import (
     ZarrStore,
 )
 from eqxbatch._kernels import batch_kernel
-from ..flags import COMPILE_FAST
-from ..helpers import aligned, bent, BLOCK, make_mesh, normal, thinned, TOTALS
+from ..helpers import (
+    aligned,
+    assert_bits,
+    bent,
+    BLOCK,
+    make_mesh,
+    normal,
+    thinned,
+    TOTALS,
+)
+from ..on_cpu import environment
 from .kernel_functions import AXES, rbf, Structured, white
 from .on_disk import chunks, Stops
 
@@ -83,7 +91,7 @@ def same(got, expected):
         jax.tree.map(np.asarray, eqx.filter(x, lambda x: hasattr(x, "shape")))
         for x in (got, expected)
     )
-    assert eqx.tree_equal(got, expected, typematch=True)
+    assert_bits(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +251,7 @@ def test_zarr_arrays(tmp_path):
     same(batched(half), batched(np.asarray(half)))
 
 
+@pytest.mark.cpu
 def test_memory_maps_are_not_copied(tmp_path):
     x = np.memmap(tmp_path / "x", "f4", mode="w+", shape=(1_000, 1_000))
     kernel = filter_batch_kernel(
@@ -314,6 +323,7 @@ class Wide:
         return np.zeros((num, self.shape[1]), np.float32)
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("store", ("device", "host"))
 def test_a_budget_counts_blocks_of_rows(store):
     """Of both sides, while two tiles are copied; the other half is for the kernel."""
@@ -446,7 +456,7 @@ def test_runs_that_are_killed_at_random(name, tmp_path):
             command,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "XLA_FLAGS": COMPILE_FAST},
+            env=environment(),
         )
         with process.stdout as out:
             assert out.readline() == "begins\n"
@@ -492,6 +502,7 @@ def test_operators(args, symmetric):
     np.testing.assert_allclose(product, matrix.sum(1), rtol=1e-5)
 
 
+@pytest.mark.cpu
 def test_a_solve(getkey):
     right = normal(getkey(), (13,))
     settings = {"ridge": 0.1, "symmetric": True, "block_size": BLOCK, "store": "host"}
@@ -499,6 +510,7 @@ def test_a_solve(getkey):
     same(got, kernel_solve(rbf, X, right, **settings))
 
 
+@pytest.mark.devices
 def test_meshes():
     kernel = functools.partial(filter_batch_kernel, rbf, block_size=BLOCK)
     one, four = make_mesh(AxisType.Auto, (1,)), make_mesh(AxisType.Explicit)

@@ -27,7 +27,7 @@ from eqxbatch import (
 )
 from eqxbatch.results import SymmetricArray
 from ..conftest import enable_x64
-from ..helpers import bent, make_mesh, normal, thinned
+from ..helpers import bent, make_mesh, normal, on_devices, thinned
 from .kernel_functions import AXES, lopsided, rbf, Structured, white
 from .on_disk import chunks, Stops
 
@@ -70,7 +70,10 @@ def test_names_of_stores(getkey, tmp_path):
     assert EmpiricalKernel(model, store="host").store == HostStore()
 
 
-@pytest.mark.parametrize(("size", "mesh"), thinned(SIZES, (True, False)))
+@pytest.mark.parametrize(
+    ("size", "mesh"),
+    on_devices(thinned(SIZES, (True, False)), lambda size, mesh: mesh),
+)
 def test_stores_equal_the_device(size, mesh, getkey, tmp_path):
     x, y = normal(getkey(), (13, 3)), normal(getkey(), (7, 3))
     mesh = make_mesh(AxisType.Explicit) if mesh else None
@@ -128,7 +131,9 @@ def test_no_examples(totals, tmp_path):
         assert got.shape == totals
 
 
-@pytest.mark.parametrize("size", (2, MemoryBudget(4_000)))
+@pytest.mark.parametrize(
+    "size", (2, pytest.param(MemoryBudget(4_000), marks=pytest.mark.cpu))
+)
 def test_arrays_without_entries(size, tmp_path):
     def kernel(x, y):
         return {"k": x @ y.T, "rows": x[:, 0], "none": jnp.zeros((len(x), len(y), 0))}

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 from eqxbatch import filter_batch_kernel, KernelOperator, KernelProduct, TopK
-from ..helpers import make_mesh, normal, variants
+from ..helpers import make_mesh, normal, on_devices, variants
 
 
 def uneven(x, y):
@@ -35,7 +35,11 @@ DRIVERS = {
 
 
 @pytest.mark.parametrize(
-    "name", variants(DRIVERS, "progress", "reduced on a mesh", "mesh and host")
+    "name",
+    on_devices(
+        variants(DRIVERS, "progress", "reduced on a mesh", "mesh and host"),
+        lambda name: "mesh" in DRIVERS[name],
+    ),
 )
 def test_kernels_that_are_not_symmetric(name, getkey):
     x, settings = normal(getkey(), (13, 2)), {**DRIVERS[name], "block_size": 4}
@@ -79,6 +83,7 @@ def test_products_stay_linear_in_the_vector(getkey):
     np.testing.assert_allclose(transpose(jnp.ones(7))[0], operator.mv(jnp.ones(7)))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 def test_within_transformations_on_a_mesh(kind, getkey):
     """Other devices would wait for one that raises an error."""

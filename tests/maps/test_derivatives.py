@@ -219,6 +219,7 @@ def gradient_memory(total, accumulator, **kwargs):
     return memory(jax.grad(loss), w, x).temp_size_in_bytes
 
 
+@pytest.mark.cpu
 @LOST
 @pytest.mark.flags
 def test_checkpoint_keeps_one_microbatch_of_activations():
@@ -234,6 +235,7 @@ def test_checkpoint_keeps_one_microbatch_of_activations():
     assert gradient_memory(64 * SIZE, Sum()) > 60 * activations
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("total", (64 * SIZE, 64 * SIZE + 5))
 def test_checkpointed_concat_keeps_the_output_only(total):
     rows = 4 * total * WIDTH

@@ -284,6 +284,7 @@ class TestUse:
             num = fun.num if _ == 0 else num
         assert fun.num == num > 0
 
+    @pytest.mark.cpu
     def test_shared_work_is_done_once(self):
         """What depends on the first axis alone is not computed for each cell."""
 
@@ -300,6 +301,7 @@ class TestUse:
         assert flops(ours) < 0.5 * flops(nested(fun, (0, None), (None, 0)))
 
 
+@pytest.mark.cpu
 class TestMemory:
     def of(self, block):
         def fun(x, y):

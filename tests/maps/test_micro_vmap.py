@@ -211,6 +211,7 @@ def test_module_is_the_function(getkey):
     assert eqx.tree_equal(micro.__wrapped__, model)
 
 
+@pytest.mark.cpu
 def test_weights_of_modules_and_partials_are_arguments(getkey):
     model = drawn(eqx.nn.Linear, 256, 256, key=getkey())
     x = normal(getkey(), (8, 256))

@@ -37,6 +37,9 @@ from ..helpers import (
 )
 
 
+pytestmark = pytest.mark.devices
+
+
 def fun(x):
     return jnp.sin(x) * x.sum()
 

@@ -129,6 +129,7 @@ def test_methods_do_not_trace_again(getkey):
     assert len(num) == 1
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(("total", "axis"), thinned((256, 256 + 3), (0, 1)))
 def test_no_copy_of_the_batch(total, axis):
     # Neither of the inputs nor of the outputs, wherever their batch axis is.
@@ -140,6 +141,7 @@ def test_no_copy_of_the_batch(total, axis):
     assert stats.temp_size_in_bytes < 8 * 4 * 8 * 128
 
 
+@pytest.mark.cpu
 def test_temporaries_are_flat_in_the_batch():
     fun = lambda x: jnp.tanh(jnp.outer(x, x)) @ x
     run = filter_micro_vmap(fun, microbatch_size=16)
@@ -149,6 +151,7 @@ def test_temporaries_are_flat_in_the_batch():
     assert sizes[1] < dense / 4
 
 
+@pytest.mark.cpu
 def test_microbatch_temporaries_are_flat_in_the_batch(getkey):
     model = drawn(eqx.nn.MLP, 16, 1, 64, 3, key=getkey())
     arrays, static = eqx.partition(model, eqx.is_array)

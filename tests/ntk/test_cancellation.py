@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from eqxbatch import EmpiricalNTK
 from eqxbatch._sites import gram
 from ..conftest import enable_x64
-from ..helpers import drawn, spread
+from ..helpers import drawn, make_mesh, spread
 from .models import cast, jacobians
 
 
@@ -71,6 +71,7 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel(mapped):
         )
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
 def test_examples_on_a_mesh_whose_terms_cancel(kind):
@@ -78,7 +79,7 @@ def test_examples_on_a_mesh_whose_terms_cancel(kind):
         model, x = cast(MODEL), jnp.asarray(pairs(8, 1e-3), jnp.float64)
         jac = np.asarray(jacobians(model, x))
         expected = dense(jac, jac)
-        mesh = jax.make_mesh((4,), ("r",), axis_types=(kind,))
+        mesh = make_mesh(kind, names=("r",))
         spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("r")))
         close = {"rtol": 1e-9, "atol": 1e-10 * np.max(np.abs(expected))}
         np.testing.assert_allclose(kernel(model, spread), expected, **close)

@@ -118,6 +118,7 @@ def test_each_example_runs_once_a_panel(num_panels, total, getkey, keep_at_most)
     assert (np.asarray(result) == np.asarray(result).T).all()
 
 
+@pytest.mark.cpu
 def test_memory_is_flat(getkey, keep_at_most):
     model = drawn(eqx.nn.MLP, 16, 10, 256, 1, key=getkey())
 
@@ -137,6 +138,7 @@ def test_memory_is_flat(getkey, keep_at_most):
     assert large < 0.1 * temporaries(1024, None, None)
 
 
+@pytest.mark.cpu
 def test_memory_budget(getkey):
     model = drawn(eqx.nn.MLP, 16, 10, 256, 1, key=getkey())
     x = normal(getkey(), (150, 16), float)

@@ -23,7 +23,7 @@ from eqxbatch import (
     TopK,
     ZarrStore,
 )
-from ..helpers import bent, make_mesh, normal, variants
+from ..helpers import bent, make_mesh, normal, on_devices, variants
 from .models import Counted
 from .random_kernels import init
 
@@ -51,14 +51,15 @@ def assert_close(got, expected):
 
 
 def places(folder):
-    mesh = make_mesh(AxisType.Auto, (3,))
     return {
-        "host": {"store": HostStore()},
-        "disk": {"store": ZarrStore(folder / "kernel")},
-        "mesh": {"mesh": mesh},
-        "explicit": {"mesh": make_mesh(AxisType.Explicit, (2,))},
-        "host of a mesh": {"mesh": mesh, "store": HostStore()},
-        "progress": {"progress": Count()},
+        "disk": lambda: {"store": ZarrStore(folder / "kernel")},
+        "mesh": lambda: {"mesh": make_mesh(AxisType.Auto, (3,))},
+        "explicit": lambda: {"mesh": make_mesh(AxisType.Explicit, (2,))},
+        "host of a mesh": lambda: {
+            "mesh": make_mesh(AxisType.Auto, (3,)),
+            "store": HostStore(),
+        },
+        "progress": lambda: {"progress": Count()},
     }
 
 
@@ -77,12 +78,15 @@ ESTIMATORS = {
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "place"),
-    (
-        ("ntk", "disk"),
-        ("full", "explicit"),
-        ("both", "host of a mesh"),
-        ("products", "mesh"),
-        ("nngp", "progress"),
+    on_devices(
+        (
+            ("ntk", "disk"),
+            ("full", "explicit"),
+            ("both", "host of a mesh"),
+            ("products", "mesh"),
+            ("nngp", "progress"),
+        ),
+        lambda name, place: place not in ("disk", "progress"),
     ),
 )
 def test_places(name, place, tmp_path, getkey):
@@ -96,11 +100,12 @@ def test_places(name, place, tmp_path, getkey):
         sides.append((x1, jnp.asarray(np.asarray(x1)[2:6])))
     for i, args in enumerate(sides):
         (tmp_path / str(i)).mkdir()
-        settings = places(tmp_path / str(i))[place]
+        settings = places(tmp_path / str(i))[place]()
         got = make(model, block_size=3, **settings)(*args)
         assert_close(got, dense if i == 0 else jax.tree.map(lambda k: k[:, 2:6], dense))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("name", variants(("ntk", "both", "random"), "random"))
 def test_reductions(name, getkey):
     model = bent(3, 2, getkey())
@@ -146,6 +151,7 @@ def test_blocks_of_a_model_run_once(getkey):
         assert counted.num == sum(map(len, args))
 
 
+@pytest.mark.devices
 def test_estimators_as_kernel_functions(getkey):
     """Whatever is told of their axes, with factors or without."""
     model = bent(3, 2, getkey())
@@ -205,6 +211,7 @@ def test_keys_and_pairs(getkey):
         assert_close(ntk(*args, key=key, scale=scale), expected)
 
 
+@pytest.mark.devices
 @pytest.mark.versions
 def test_derivatives(getkey):
     model = bent(3, 2, getkey())

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalKernel, EmpiricalNTK
 from eqxbatch._ntk import pairings
-from ..helpers import drawn, normal, spread
+from ..helpers import drawn, make_mesh, normal, spread
 from .models import cast, float64, jacobians, outputs
 
 
@@ -117,12 +117,10 @@ def test_keys_are_left_alone(sizes, getkey):
     assert sizes
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", spread((AxisType.Explicit, AxisType.Auto), 1))
 def test_on_a_mesh(kind, sizes, getkey):
-    num = 2 if len(jax.devices()) > 1 else 1
-    mesh = jax.make_mesh(
-        (num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num]
-    )
+    num, mesh = 2, make_mesh(kind, (2,))
     model, x = make(getkey()), normal(getkey(), (12, 100))
     expected = ntk_of(model, block_size=12)(x)
     spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))

@@ -14,10 +14,11 @@ from eqxbatch import (
     MemoryBudget,
     ZarrStore,
 )
-from ..helpers import memory, normal, spread
+from ..helpers import make_mesh, memory, normal, spread
 from .random_kernels import as_jax, assert_same, init, kernel, network, sampled
 
 
+@pytest.mark.devices
 class TestDevices:
     @pytest.mark.parametrize(
         ("axes", "types"),
@@ -35,7 +36,7 @@ class TestDevices:
         ),
     )
     def test_meshes(self, axes, types, getkey):
-        mesh = jax.make_mesh((2, 2), ("s", "r"), axis_types=(types,) * 2)
+        mesh = make_mesh(types, (2, 2), ("s", "r"))
         x, y = normal(getkey(), (5, 3)), normal(getkey(), (3, 3))
         # Both kernels, where both axes are used.
         get = None if len(axes) == 2 else "nngp"
@@ -45,16 +46,17 @@ class TestDevices:
         assert_same(got.standard_error, errors, tol=1e-3)
 
     def test_batches_on_devices(self, getkey):
-        mesh = jax.make_mesh((4,), ("s",))
+        mesh = make_mesh(None, names=("s",))
         x = normal(getkey(), (5, 3))
         settings = {"mesh": mesh, "sample_axis": "s", "samples_per_batch": 2}
         jitted = eqx.filter_jit(lambda k, x: k(x))
         got = jitted(kernel(15, get="nngp", **settings), x)
         assert_same(got, sampled(x, num=15, get="nngp")[0])
 
+    @pytest.mark.cpu
     def test_samples_are_shared(self):
         """Each of four devices has a quarter of the models in memory."""
-        mesh = jax.make_mesh((4,), ("s",))
+        mesh = make_mesh(None, names=("s",))
         wide = lambda key: network(key, width=256)
 
         def program(**settings):
@@ -70,7 +72,7 @@ class TestDevices:
     def test_stores(self, axis, getkey):
         if axis == "sample_axis" and jax.__version__.startswith("0.9."):
             pytest.skip("JAX 0.9 does not find the axis of the keys within the loop")
-        mesh = jax.make_mesh((4,), ("r",))
+        mesh = make_mesh(None, names=("r",))
         x = normal(getkey(), (9, 3))
         settings = {"mesh": mesh, axis: "r", "store": HostStore(), "block_size": 2}
         got = as_jax(kernel(**settings, get="nngp")(x))
@@ -87,7 +89,7 @@ class TestDevices:
         axes = {"in_axes": 1, "kwargs_axes": {"own": 1}, "get": "nngp", "init": make}
         x, y = (jnp.asarray(np.asarray(z).T) for z in (x, y))
         expected = np.asarray(kernel(2, **axes)(x, y, own=own))
-        mesh = {"mesh": jax.make_mesh((4,), ("r",)), "mesh_axis": "r"}
+        mesh = {"mesh": make_mesh(None, names=("r",)), "mesh_axis": "r"}
         for place in ({"store": HostStore(), "block_size": 2}, mesh):
             got = kernel(2, **axes, **place)(x, y, own=own)
             np.testing.assert_allclose(np.asarray(got), expected, rtol=2e-4, atol=1e-5)
@@ -164,6 +166,7 @@ class TestStores:
         assert [call[0] for call in meter.calls] == ["start", "step", "step", "close"]
 
 
+@pytest.mark.cpu
 class TestMemory:
     def program(self, num, **settings):
         wide = lambda key: network(key, width=64)

@@ -12,6 +12,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..helpers import make_mesh
+
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")
 COMPLEX = ("complex64", "complex128")
@@ -250,18 +252,12 @@ class Placing:
         return self.put(x, *[None] * (axis % x.ndim), "data")
 
 
-def make_mesh(num: int, kind: AxisType) -> Mesh:
-    return jax.make_mesh(
-        (num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num]
-    )
-
-
 def draw_placing(draw: Draw, probability: float) -> Placing:
     if not draw.flag(probability):
         return Placing(None, "")
     num = draw.one_of(2, 4, 1)
     kind = draw.one_of(AxisType.Auto, AxisType.Explicit)
-    return Placing(make_mesh(num, kind), f" on {num} devices ({kind.name})")
+    return Placing(make_mesh(kind, (num,)), f" on {num} devices ({kind.name})")
 
 
 @dataclasses.dataclass

@@ -5,6 +5,9 @@ import pytest
 from .map_programs import FAMILIES, Finding, run_seed
 
 
+# Half of them are on a mesh.
+pytestmark = pytest.mark.devices
+
 # One of each family; those from the second line on found a defect each, or notice what
 # others do not.
 SEEDS = (

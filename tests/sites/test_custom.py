@@ -337,6 +337,7 @@ def test_derivatives_of_clipped_gradients():
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_on_a_mesh(kind):

@@ -80,6 +80,7 @@ XS = normal(jr.key(1), (NUM, SIZE), jnp.float32)
 FORMED = 4 * NUM * SIZE**2
 
 
+@pytest.mark.cpu
 def test_memory_of_a_penalty():
     plain = temporaries(lambda m, x: total(m(x)), mlp(), XS)
     fun = lambda m, x: total(m(x)) + squares(m)
@@ -88,6 +89,7 @@ def test_memory_of_a_penalty():
     assert plain < FORMED
 
 
+@pytest.mark.cpu
 def test_memory_of_what_is_frozen():
     def fun(ws, x):
         frozen, a, b = ws
@@ -106,6 +108,7 @@ def test_memory_of_what_is_frozen():
     assert alone < FORMED / 10
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     "used",
     spread(
@@ -130,6 +133,7 @@ def test_memory_of_masks_and_parametrisations(used):
     assert plain < FORMED / 10
 
 
+@pytest.mark.cpu
 @pytest.mark.matrix
 def test_memory_of_stacked_layers():
     ws = [normal(key, (SIZE, SIZE), jnp.float32) for key in jr.split(jr.key(0), 4)]
@@ -143,6 +147,7 @@ def test_memory_of_stacked_layers():
     assert before < FORMED
 
 
+@pytest.mark.cpu
 @pytest.mark.matrix
 def test_hessian_of_a_penalty_is_no_dearer():
     small = eqx.nn.MLP(8, 4, 16, 1, key=jr.key(0))

@@ -551,6 +551,7 @@ def test_slices_with_no_entry_in_common(fun, shape, dtype, form):
     assert comparable == [form == "factors"]
 
 
+@pytest.mark.cpu
 def test_layers_of_one_array_take_the_memory_of_their_factors():
     w, x = weight(4, 64, 64), jnp.ones((256, 64))
 

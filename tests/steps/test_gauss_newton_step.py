@@ -304,6 +304,7 @@ def test_stochastic_reconfiguration(is_holomorphic, space):
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.cpu
 @pytest.mark.matrix
 def test_real_amplitudes_have_the_real_part_of_energies():
     model, spins = network(1), jnp.sign(draw(6, 3))

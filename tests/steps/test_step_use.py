@@ -276,6 +276,7 @@ def test_closed_over_arrays():
     assert_same(run(offset), expected, tol=1e-3)
 
 
+@pytest.mark.devices
 @pytest.mark.matrix
 @pytest.mark.parametrize("space", ("sample", "parameter"))
 def test_within_shard_map(space):
@@ -302,6 +303,7 @@ def test_within_shard_map(space):
         assert_same(got, jax.device_get(expected), tol=1e-3)
 
 
+@pytest.mark.devices
 def test_settings_of_each_device():
     """With `momentum`, the previous step may be the same on all devices."""
     mesh, model = make_mesh(jax.sharding.AxisType.Auto), draw(3, 2)
