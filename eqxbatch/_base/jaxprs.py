@@ -33,8 +33,8 @@ from .trees import safe_zip, with_shapes_of_arrays
 #
 # `call`: runs a program, and has its derivative. `remat`: likewise, but computes the
 # program again for the derivative. `expand`: likewise, but has to be asked for its
-# program. `custom`: has a derivative of its own. `identity`: each output is the input
-# in the same place.
+# program, or this module writes it. `custom`: has a derivative of its own. `identity`:
+# each output is the input in the same place.
 # `flat`: has a derivative of zero wherever it exists. `entries`: each entry of the
 # outputs depends on the same entry of the inputs only. `linear`: in all inputs
 # together; `linear-0-2`: in some of them together, where others are indices;
@@ -52,6 +52,8 @@ asinh entries
 atan entries
 atan2 entries
 atanh entries
+bessel_i0e entries
+bessel_i1e entries
 broadcast_in_dim linear : shape broadcast_dimensions sharding
 call call
 cbrt entries
@@ -68,6 +70,7 @@ conv_general_dilated bilinear product : window_strides padding lhs_dilation \
 convert_element_type entries linear : new_dtype weak_type sharding
 copy entries linear :
 copy_p entries linear :
+_copysign entries
 core_call call
 cos entries
 cosh entries
@@ -96,6 +99,8 @@ gather linear-0 : dimension_numbers slice_sizes mode fill_value indices_are_sort
     unique_indices
 ge entries
 gt entries
+igamma entries
+igammac entries
 imag straight
 integer_pow entries
 is_finite entries
@@ -104,6 +109,7 @@ le entries
 lgamma entries
 log entries
 log1p entries
+log2 entries
 logistic entries
 lt entries
 max entries
@@ -114,15 +120,20 @@ ne entries
 neg entries linear :
 nextafter entries flat
 not entries
+one_minus_square entries
 optimization_barrier identity
 or entries
 pad linear
 pcast entries straight
 pjit call
+polygamma entries
+polynomial expand
 pow entries
+program_order call
 pvary entries straight
 real straight
 reduce_sum linear : axes out_sharding
+regularized_incomplete_beta entries
 rem entries
 remat2 remat
 reshape linear : new_sizes dimensions sharding
@@ -149,7 +160,10 @@ tan entries
 tanh entries
 tile straight
 transpose linear : permutation
+unstack expand
+xla_metadata_call call
 xor entries
+zeta entries
 """
 
 
@@ -272,13 +286,32 @@ def callee(eqn: Any) -> Any:
 
 
 def _expanded(eqn: Any) -> Any:
-    """The program that an object stands for."""
-    kind = eqn.params["_prim"]
-
-    def run(*ins: Any) -> list:
-        return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
-
+    """The program that an equation stands for."""
+    known = _PROGRAMS.get(name_of(eqn), _of_object)
+    run = lambda *ins: known(eqn.params, ins)
     return jax.make_jaxpr(run)(*(atom.aval for atom in eqn.invars))
+
+
+def _of_object(params: dict[str, Any], ins: Sequence[Any]) -> list:
+    kind = params["_prim"]
+    return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
+
+
+def _polynomial(_: dict[str, Any], ins: Sequence[Any]) -> list:
+    """Horner's rule, from the coefficients of all powers, the lowest one first."""
+    x, *coefficients, total = ins
+    for coefficient in reversed(coefficients):
+        total = lax.add(lax.mul(total, x), coefficient)
+    return [total]
+
+
+def _unstack(params: dict[str, Any], ins: Sequence[Any]) -> list:
+    (x,), axis = ins, params["axis"]
+    return [lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])]
+
+
+# The programs of primitives that are no objects.
+_PROGRAMS = {"polynomial": _polynomial, "unstack": _unstack}
 
 
 def _as_closed(x: Any) -> Any:
@@ -310,6 +343,56 @@ def as_remat(
     if isinstance(prevent_cse, tuple):  # One for each input.
         prevent_cse = (*prevent_cse, *(True,) * num_more)
     return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+
+
+def as_called(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with what JAX promises of the program of an equation.
+
+    This is its order, or metadata for XLA. `run` takes the inputs of the equation and
+    one more argument.
+    """
+    name, params = name_of(eqn), eqn.params
+    if name == "program_order":
+        return _in_order(run, params)
+    if name == "xla_metadata_call":
+        # JAX has neither of the two modules before version 0.12.
+        from jax.experimental.xla_metadata import xla_metadata_call2
+
+        backward = params["ad_metadata"]
+        backward = backward if backward == "same" else dict(backward)
+        metadata = dict(params["xla_metadata"])
+        return xla_metadata_call2(run, metadata, ad_metadata=backward)
+    return run
+
+
+def _in_order(
+    run: Callable[..., Any], params: dict[str, Any]
+) -> Callable[..., Any]:
+    """`run` with its equations in the order of the program."""
+    from jax.experimental.overlap import program_order
+
+    waits = [not is_excluded for is_excluded in params["exclude_mask"]]
+
+    def of_groups(waiting: list, others: list, more: Any) -> Any:
+        groups = {True: iter(waiting), False: iter(others)}
+        return run(*(next(groups[is_one]) for is_one in waits), more)
+
+    is_enforced = params["enforce"]
+    strict = params["strict_in"], params["strict_out"]
+    ordered = program_order(
+        of_groups,
+        enforce=is_enforced,
+        strict_in_out=is_enforced and strict,
+        exclude_argnames=None if all(waits) else "others",
+    )
+
+    def grouped(*args: Any) -> Any:
+        *ins, more = args
+        pairs = [*safe_zip(waits, ins)]
+        waiting = [x for is_one, x in pairs if is_one]
+        return ordered(waiting, [x for is_one, x in pairs if not is_one], more)
+
+    return grouped
 
 
 def is_flat(eqn: Any) -> bool:

@@ -587,7 +587,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View | None] | None:
         parts = _taken_back(view, eqn)
         if parts is not None:
             return parts
-    if name == "slice" and eqn.params["strides"] is None:
+    if name == "slice" and {*(eqn.params["strides"] or ())} <= {1}:
         return [view.sliced(key, bind, eqn.params["start_indices"], shape)]
     if name in ("slice", "rev", "reduce_sum"):
         return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]
