@@ -11,6 +11,9 @@ import pytest
 from jax import lax
 
 from eqxbatch._base import jaxprs
+from eqxbatch._base.traced_function import TracedFunction
+from eqxbatch._sites import site
+from eqxbatch._sites.trace import Program
 from ..layers import Case, vectors, weight
 from ..sites.oracle import compare
 
@@ -105,8 +108,8 @@ def tagged(**settings):
 
 
 def unpacked(w, x):
-    a, b, c, d = w
-    return a * x + jnp.tanh(b * x) * c + d
+    a, b, *others = w
+    return a * x + jnp.tanh(b * x) * others[0] + others[3]
 
 
 @jax.custom_jvp
@@ -150,7 +153,7 @@ ELSEWHERE = {"call", "checkpoint", "closed_call", "einsum", "eval_jaxpr"}
 
 
 def names_in(fun):
-    closed = jax.make_jaxpr(fun)(jnp.ones((4, 4)), jnp.ones(4))
+    closed = jax.make_jaxpr(fun)(jnp.ones((6, 6)), jnp.ones(6))
     return {eqn.primitive.name for eqn in jaxprs.equations_in(closed)}
 
 
@@ -168,15 +171,14 @@ def test_network_in_a_call(name, number, bound, x64):
         pytest.skip(f"this JAX has no `{name}`")
     fun = CALLS[name][number]
     assert name in names_in(fun)
-    program, comparable = compare(Case(weight(4, 4), fun, vectors(4)))
+    # A row has too many numbers to be taken for a few directions.
+    program, comparable = compare(Case(weight(6, 6), fun, vectors(6)))
     assert not program.fallbacks
     assert all(comparable)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.12 has both calls")
 def test_order_and_metadata_are_kept(x64):
-    from eqxbatch._base.traced_function import TracedFunction
-    from eqxbatch._sites.trace import Program
 
     for name, fun in (
         ("program_order", ordered(enforce=True, strict_in_out=True)),
@@ -232,3 +234,64 @@ def test_entries_depend_on_their_own(name, bound, x64):
     slopes = np.asarray(jax.jacobian(fun)(x))
     np.testing.assert_array_equal(slopes, np.diag(np.diag(slopes)))
     assert np.all(np.diag(slopes) != 0)
+
+
+def conv(x, w):
+    return lax.conv(x[None, None], w[None, None], (1, 1), "SAME")
+
+
+def chosen(x):
+    return jnp.argsort(x[0])
+
+
+# For each rule: a use of the parameter `w` in each place that can be one. Beside it is
+# `x`, which differs between examples.
+PLACES = {
+    "dot_general": (lambda w, x: lax.dot(w, x), lambda w, x: lax.dot(x, w)),
+    "conv_general_dilated": (lambda w, x: conv(w, x), lambda w, x: conv(x, w)),
+    "mul": (lax.mul, lambda w, x: lax.mul(x, w)),
+    "div": (lambda w, x: lax.div(w, 9 + x), lambda w, x: lax.div(x, 9 + w)),
+    "add": (lax.add, lambda w, x: lax.add(x, w)),
+    "sub": (lax.sub, lambda w, x: lax.sub(x, w)),
+    "gather": (lambda w, x: w.at[chosen(x)].get(mode="clip"),),
+    "dynamic_slice": (lambda w, x: lax.dynamic_slice_in_dim(w, chosen(x)[0], 1),),
+    "concatenate": (
+        lambda w, x: lax.concatenate([w, x], 0),
+        lambda w, x: lax.concatenate([x, w], 0),
+    ),
+    "stack": (lambda w, x: jnp.stack([w, x]), lambda w, x: jnp.stack([x, w])),
+    "dynamic_update_slice": (
+        lambda w, x: lax.dynamic_update_slice(w, x[:2], (1, 0)),
+        lambda w, x: lax.dynamic_update_slice(x, w[:2], (1, 0)),
+    ),
+    "select_n": (
+        None,  # No derivative.
+        lambda w, x: lax.select_n(x > 0, w, x),
+        lambda w, x: lax.select_n(x > 0, x, w),
+    ),
+}
+# The data of a convolution, not its kernel.
+DECLINED = {("conv_general_dilated", 0)}
+
+
+def test_all_rules_are_tested():
+    # JAX adds cotangents by `add_any`: see "with_bias" in `test_custom.py`.
+    assert {*site._RULES} - {"add_any"} == {*PLACES}
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [(name, i) for name, funs in PLACES.items() for i, fun in enumerate(funs) if fun],
+)
+def test_rule_in_each_place(name, place, bound, x64):
+    if name not in bound[0]:
+        pytest.skip(f"this JAX has no `{name}`")
+    use = PLACES[name][place]
+    fun = lambda w, x: use(w, jnp.outer(x, 1 + x))
+    program, _ = compare(Case(weight(4, 4), fun, vectors(4)))
+    keys = [each.rule.key for each in program.sites]
+    if (name, place) in DECLINED:
+        assert f"no rule for `{name}`" in program.fallbacks[0]
+    else:
+        assert not program.fallbacks
+        assert [key.split("(")[0] for key in keys] == [f"{name}[{place}]"]
