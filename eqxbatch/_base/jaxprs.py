@@ -482,7 +482,7 @@ def as_called(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
         # JAX has neither of the two modules before version 0.12.
         from jax.experimental.xla_metadata import xla_metadata_call2
 
-        backward = params["ad_metadata"]
+        backward: Any = params["ad_metadata"]
         backward = backward if backward == "same" else dict(backward)
         metadata = dict(params["xla_metadata"])
         return xla_metadata_call2(run, metadata, ad_metadata=backward)
@@ -501,7 +501,7 @@ def _in_order(run: Callable[..., Any], params: dict[str, Any]) -> Callable[..., 
 
     is_enforced = params["enforce"]
     strict = params["strict_in"], params["strict_out"]
-    ordered = program_order(
+    ordered: Any = program_order(
         of_groups,
         enforce=is_enforced,
         strict_in_out=is_enforced and strict,
