@@ -24,7 +24,8 @@ from .trees import safe_zip, with_shapes_of_arrays
 from .versions import Closed, made_varying, scan_sizes, varying, with_consts
 
 
-# The primitives of which something is known, a line for each:
+# The primitives of which something is known, a line for each; `_OPAQUE` and `_APART`
+# have the others:
 #
 # - what they do, in words that are explained below;
 # - after a colon, all parameters that rules and views know: those that they use, and
@@ -33,8 +34,8 @@ from .versions import Closed, made_varying, scan_sizes, varying, with_consts
 #
 # `call`: runs a program, and has its derivative. `remat`: likewise, but computes the
 # program again for the derivative. `expand`: likewise, but has to be asked for its
-# program. `custom`: has a derivative of its own. `identity`: each output is the input
-# in the same place.
+# program, or this module writes it. `custom`: has a derivative of its own. `identity`:
+# each output is the input in the same place.
 # `flat`: has a derivative of zero wherever it exists. `entries`: each entry of the
 # outputs depends on the same entry of the inputs only. `linear`: in all inputs
 # together; `linear-0-2`: in some of them together, where others are indices;
@@ -52,6 +53,8 @@ asinh entries
 atan entries
 atan2 entries
 atanh entries
+bessel_i0e entries
+bessel_i1e entries
 broadcast_in_dim linear : shape broadcast_dimensions sharding
 call call
 cbrt entries
@@ -67,14 +70,11 @@ conv_general_dilated bilinear product : window_strides padding lhs_dilation \
     preferred_element_type out_sharding
 convert_element_type entries linear : new_dtype weak_type sharding
 copy entries linear :
-copy_p entries linear :
-core_call call
 cos entries
 cosh entries
 cumsum linear
 custom_jvp_call custom
 custom_vjp_call custom
-custom_vjp_call_jaxpr custom
 digamma entries
 div entries :
 dot_general bilinear product : dimension_numbers precision preferred_element_type \
@@ -96,6 +96,8 @@ gather linear-0 : dimension_numbers slice_sizes mode fill_value indices_are_sort
     unique_indices
 ge entries
 gt entries
+igamma entries
+igammac entries
 imag straight
 integer_pow entries
 is_finite entries
@@ -104,6 +106,7 @@ le entries
 lgamma entries
 log entries
 log1p entries
+log2 entries
 logistic entries
 lt entries
 max entries
@@ -114,15 +117,18 @@ ne entries
 neg entries linear :
 nextafter entries flat
 not entries
+one_minus_square entries
 optimization_barrier identity
 or entries
 pad linear
-pcast entries straight
-pjit call
+polygamma entries
+polynomial expand
 pow entries
+program_order call
 pvary entries straight
 real straight
 reduce_sum linear : axes out_sharding
+regularized_incomplete_beta entries
 rem entries
 remat2 remat
 reshape linear : new_sizes dimensions sharding
@@ -149,6 +155,8 @@ tan entries
 tanh entries
 tile straight
 transpose linear : permutation
+unstack expand
+xla_metadata_call call
 xor entries
 """
 
@@ -160,6 +168,117 @@ def _parsed() -> Iterator[tuple[str, tuple[Sequence[str], frozenset[str] | None]
 
 
 _KNOWN = dict(_parsed())
+
+
+# All others that JAX has, so that a test finds those that a release of it brings.
+# `opaque` ones are functions like any other: their parameters fall back.
+_OPAQUE = (
+    # Linear, but parameters rarely pass through them.
+    "conj custom_lin custom_transpose_call device_put full_to_shard layout_constraint "
+    "linear_call reduce_precision reduce_window_sum reshard scatter-sub "
+    "select_and_gather_add select_and_scatter_add shard_alike shard_to_full "
+    "sharding_constraint symmetric_product "
+    # Functions of several entries, without a second derivative, or of bits.
+    "approx_top_k bitcast_convert_type cumlogsumexp cummax cummin cumprod "
+    "igamma_grad_a "
+    "random_gamma reciprocal reduce zeta reduce_max reduce_min reduce_prod "
+    "reduce_window "
+    "reduce_window_max reduce_window_min scatter-max scatter-min scatter-mul "
+    "select_and_scatter sort top_k "
+    # Products of two arrays.
+    "bias_bwd bias_fwd cudnn_fusion dot_product_attention_bwd "
+    "dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd "
+    "dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
+    "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd "
+    "dot_product_attention_fwd_wrapper ragged_dot_general rnn_bwd rnn_fwd scaled_dot "
+    "scaled_matmul scaled_matmul_wrapper "
+    # Linear algebra.
+    "cholesky cholesky_update custom_linear_solve eig eigh eigh_jacobi geqp3 geqrf "
+    "hessenberg householder_product lu ormqr qr schur svd triangular_solve tridiagonal "
+    "tridiagonal_solve "
+    # Arrays that are sparse.
+    "bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense "
+    "bcoo_sort_indices bcoo_spdot_general bcoo_sum_duplicates bcoo_todense "
+    "bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense "
+    "coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense "
+    "csr_matmat csr_matvec csr_spmm csr_spmv csr_todense sparse_dense_matmul "
+    "sparse_pack_nm spsolve todense "
+    # Communication inside of `jax.shard_map`, which is opaque as a whole.
+    "all_gather all_gather_done all_gather_invariant all_gather_reduced "
+    "all_gather_reduced_start all_gather_start all_to_all all_to_all_done "
+    "all_to_all_start global_array_to_host_local_array "
+    "host_local_array_to_global_array "
+    "pbroadcast pbroadcast_dynamic pgather pmax pmin ppermute ppermute_done "
+    "ppermute_start precv preduced psend psum psum_done psum_invariant "
+    "psum_invariant_start ragged_all_to_all reduce_scatter reduce_scatter_done "
+    "reduce_scatter_start reduced_vary_cast reduced_vary_cast_p unreduced_pmax "
+    "unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast "
+    "vary_unreduced_cast_p "
+    # What runs a program in a way of its own, which it would lose: in another place,
+    # on several devices, as often as a condition says, or with a rule for batches.
+    "call_exported call_hi_primitive call_hi_primitive_linearized composite compute_on "
+    "core_map custom_dce_call custom_fusion custom_jvp_call_jaxpr custom_partitioning "
+    "custom_vmap_call dce_sential dce_sink ffi_call fused_call fusible mosaic_gpu_p "
+    "mpmd_map pallas_call pure_callback relayout remat_opt run_state scheduling_group "
+    "shard_map stage tie tpu_custom_call unreachable while xla_metadata_value xla_pmap "
+    "zeros_like "
+)
+
+
+# `apart`: no parameter can meet data in these.
+_APART = (
+    # Integers, booleans, keys, tokens, or no input.
+    "after_all argmax argmin axis_index clz create_token dim_as_value dimension_size "
+    "empty empty2 eq_to from_edtype iota iota_2x32_shape le_to lt_to "
+    "lu_pivots_to_permutation mulhi philox2x32 philox4x32 platform_index "
+    "population_count random_bits random_clone random_fold_in random_seed random_split "
+    "random_unwrap random_wrap reduce_and reduce_or reduce_xor rng_bit_generator "
+    "rng_uniform shape_assertion shift_left shift_right_arithmetic shift_right_logical "
+    "threefry2x32 threefry4x32 to_edtype "
+    # Side effects: the function is run as it is. References are replaced before.
+    "accum_grad_in_ref addupdate box_get box_set buffer_callback check create_linear "
+    "debug_callback debug_print empty_ref free_ref freeze get inspect_sharding "
+    "io_callback new_box new_ref pin swap unpin "
+    # Only inside of kernels of Pallas or Mosaic, and of programs of `thunky`.
+    "_copysign add_dependency all_reduce_ffs all_reduce_population_count "
+    "assume_for_verification async_copy_scales_to_tmem async_copy_smem_to_tmem "
+    "async_copy_sparse_metadata_to_tmem async_load async_prefetch async_store_smem "
+    "async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive "
+    "barrier_arrive_and_wait barrier_test barrier_wait bitcast broadcast_to "
+    "commit_group commit_smem commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem "
+    "debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo "
+    "elementwise_inline_asm elementwise_inline_asm_p emit_pipeline "
+    "get_barrier_semaphore get_global griddepcontrol_launch_dependents "
+    "griddepcontrol_wait has_memory_space inline_mgpu inline_mgpu_p jaxpr_call "
+    "layout_cast load masked_cummax masked_cummin masked_cumsum masked_load "
+    "masked_sort "
+    "masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop matmul_pop_fifo "
+    "matmul_push_rhs max_contiguous mgpu_atomic_store mma mosaic_gpu_reduce_max "
+    "mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum "
+    "multimem_load_reduce multimem_store multiple_of num_programs pack pack_dtype "
+    "pack_elementwise parallel_loop pipeline_body pretend_for_verification "
+    "print_layout "
+    "prng_join prng_random_bits prng_seed prng_split program_id query_cluster_cancel "
+    "remove_memory_space repeat roll run_scoped sc_fetch_and_add scan_count "
+    "semaphore_read semaphore_signal semaphore_signal_multicast "
+    "semaphore_signal_parallel semaphore_wait set_max_registers set_max_registers_p "
+    "stochastic_round store tcgen05_commit_arrive tcgen05_mma thunky.all_gather "
+    "thunky.all_reduce thunky.all_to_all thunky.async_done thunky.async_start "
+    "thunky.call_jax thunky.call_thunky_nested thunky.collective_group "
+    "thunky.collective_permute thunky.cond thunky.copy thunky.custom_call "
+    "thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel "
+    "thunky.reduce_scatter thunky.while trace_value try_cluster_cancel unique unpack "
+    "unpack_dtype unpack_elementwise wait_gmem_to_smem wait_load_tmem "
+    "wait_smem_to_gmem "
+    "wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p wgmma_accumulator_store "
+    "wgmma_accumulator_store_p wgmma_ref wgmma_wait with_memory_space_constraint "
+)
+
+
+WITHOUT_RULES = {
+    "opaque": frozenset(_OPAQUE.split()),
+    "apart": frozenset(_APART.split()),
+}
 
 
 def with_trait(word: str) -> frozenset[str]:
@@ -217,6 +336,25 @@ _CLASSES = {
 }
 
 
+# Others of its classes, which are functions like any other.
+OPAQUE_CLASSES = frozenset(
+    {
+        "CheckpointNameFwd",
+        "CustomRoot",
+        "Einshape",
+        "Frexp",
+        "Fusible",
+        "Ldexp",
+        "Nonzero",
+        "OptRemat",
+        "PrimalLeftTangentRight",
+        "Scan3",
+        "SearchSorted",
+        "_RootLinearMap",
+    }
+)
+
+
 def name_of(eqn: Any) -> str:
     """The name of the primitive of an equation, with any flags of JAX.
 
@@ -272,13 +410,32 @@ def callee(eqn: Any) -> Any:
 
 
 def _expanded(eqn: Any) -> Any:
-    """The program that an object stands for."""
-    kind = eqn.params["_prim"]
-
-    def run(*ins: Any) -> list:
-        return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
-
+    """The program that an equation stands for."""
+    known = _PROGRAMS.get(name_of(eqn), _of_object)
+    run = lambda *ins: known(eqn.params, ins)
     return jax.make_jaxpr(run)(*(atom.aval for atom in eqn.invars))
+
+
+def _of_object(params: dict[str, Any], ins: Sequence[Any]) -> list:
+    kind = params["_prim"]
+    return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
+
+
+def _polynomial(_: dict[str, Any], ins: Sequence[Any]) -> list:
+    """Horner's rule, from the coefficients of all powers, the lowest one first."""
+    x, *coefficients, total = ins
+    for coefficient in reversed(coefficients):
+        total = lax.add(lax.mul(total, x), coefficient)
+    return [total]
+
+
+def _unstack(params: dict[str, Any], ins: Sequence[Any]) -> list:
+    (x,), axis = ins, params["axis"]
+    return [lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])]
+
+
+# The programs of primitives that are no objects.
+_PROGRAMS = {"polynomial": _polynomial, "unstack": _unstack}
 
 
 def _as_closed(x: Any) -> Any:
@@ -310,6 +467,54 @@ def as_remat(
     if isinstance(prevent_cse, tuple):  # One for each input.
         prevent_cse = (*prevent_cse, *(True,) * num_more)
     return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
+
+
+def as_called(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, with what JAX promises of the program of an equation.
+
+    This is its order, or metadata for XLA. `run` takes the inputs of the equation and
+    one more argument.
+    """
+    name, params = name_of(eqn), eqn.params
+    if name == "program_order":
+        return _in_order(run, params)
+    if name == "xla_metadata_call":
+        # JAX has neither of the two modules before version 0.12.
+        from jax.experimental.xla_metadata import xla_metadata_call2
+
+        backward: Any = params["ad_metadata"]
+        backward = backward if backward == "same" else dict(backward)
+        metadata = dict(params["xla_metadata"])
+        return xla_metadata_call2(run, metadata, ad_metadata=backward)
+    return run
+
+
+def _in_order(run: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+    """`run` with its equations in the order of the program."""
+    from jax.experimental.overlap import program_order
+
+    waits = [not is_excluded for is_excluded in params["exclude_mask"]]
+
+    def of_groups(waiting: list, others: list, more: Any) -> Any:
+        groups = {True: iter(waiting), False: iter(others)}
+        return run(*(next(groups[is_one]) for is_one in waits), more)
+
+    is_enforced = params["enforce"]
+    strict = params["strict_in"], params["strict_out"]
+    ordered: Any = program_order(
+        of_groups,
+        enforce=is_enforced,
+        strict_in_out=is_enforced and strict,
+        exclude_argnames=None if all(waits) else "others",
+    )
+
+    def grouped(*args: Any) -> Any:
+        *ins, more = args
+        pairs = [*safe_zip(waits, ins)]
+        waiting = [x for is_one, x in pairs if is_one]
+        return ordered(waiting, [x for is_one, x in pairs if not is_one], more)
+
+    return grouped
 
 
 def is_flat(eqn: Any) -> bool:

@@ -69,7 +69,7 @@ def _narrow(x: Any) -> Any:
 
 # They move the entries of their first input.
 _MOVES = (
-    *("broadcast_in_dim", "copy", "copy_p", "dynamic_slice", "gather", "reshape"),
+    *("broadcast_in_dim", "copy", "dynamic_slice", "gather", "reshape"),
     *("rev", "slice", "split", "squeeze", "transpose", "unstack"),
 )
 

@@ -567,7 +567,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View | None] | None:
         # Broadcasting is not an isometry: its transpose is a sum.
         same = math.prod(shape) == math.prod(view.shape)
         return [view.then(key, bind, shape, axes, is_isometry=same)]
-    if name in ("convert_element_type", "copy", "copy_p"):
+    if name in ("convert_element_type", "copy"):
         if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):
             return None
         # The real part of a complex array is not a view of the same dimension.
@@ -587,7 +587,7 @@ def extend_view(view: View, eqn: Any, index: int) -> list[View | None] | None:
         parts = _taken_back(view, eqn)
         if parts is not None:
             return parts
-    if name == "slice" and eqn.params["strides"] is None:
+    if name == "slice" and {*(eqn.params["strides"] or ())} <= {1}:
         return [view.sliced(key, bind, eqn.params["start_indices"], shape)]
     if name in ("slice", "rev", "reduce_sum"):
         return [view.then(key, bind, shape, None, is_isometry=name != "reduce_sum")]

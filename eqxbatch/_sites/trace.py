@@ -29,6 +29,7 @@ from jaxtyping import Array
 from .._base.backward import unique_inputs
 from .._base.dtypes import is_complex
 from .._base.jaxprs import (
+    as_called,
     as_remat,
     callee,
     CUSTOM,
@@ -684,7 +685,7 @@ def perturbed(
 def run_call(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
     """Runs an equation that calls a jaxpr with sites in it."""
     run = lambda *args: plan.run([*args[:-1]], args[-1])
-    run = as_remat(eqn, run, 1) if is_remat(eqn) else run
+    run = as_remat(eqn, run, 1) if is_remat(eqn) else as_called(eqn, run)
     return run(*ins, perturbations)
 
 

@@ -258,6 +258,13 @@ def prelu(b: Builder, h: Var):
 
 
 @use
+def polynomial(b: Builder, h: Var):
+    w, powers = b.weight(h.shape), b.weight((3, *h.shape[b.size(0, len(h.shape)) :]))
+    x = b.pick(h, f"jnp.sin({w})", f"jnp.sin({w} * {h})")
+    return b.let(f"jnp.polyval({powers}, {x}) * {h}")
+
+
+@use
 def select(b: Builder, h: Var):
     w, g = b.weight(h.shape), b.weight(h.shape)
     return b.let(f"jnp.where({h} > 0, {w}, {b.pick(g, h, 0.0)})")
