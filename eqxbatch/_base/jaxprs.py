@@ -121,6 +121,7 @@ pcast entries straight
 pjit call
 pow entries
 pvary entries straight
+ragged_dot bilinear product : axes precision preferred_element_type
 real straight
 reduce_sum linear : axes out_sharding
 rem entries

@@ -42,9 +42,7 @@ def groups_of_rows(sizes: Integer[Array, " groups"], num: int) -> Integer[Array,
     return jnp.sum(jnp.arange(num)[:, None] >= ends, axis=1, dtype=jnp.int32)
 
 
-def members(
-    which: Integer[Array, " rows"], num: int
-) -> Bool[Array, "{num} rows"]:
+def members(which: Integer[Array, " rows"], num: int) -> Bool[Array, "{num} rows"]:
     """Whether each row is in each group."""
     return which == jnp.arange(num, dtype=which.dtype)[:, None]
 
