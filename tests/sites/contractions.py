@@ -18,6 +18,7 @@ from eqxbatch._sites.factors import (
 from eqxbatch._sites.gram import gram, has_gram, OfLeaf, squared_norms
 from eqxbatch._sites.site import Label, Site
 from eqxbatch._sites.trace import Program
+from ..experts import masked_products
 from .second_order import second_order
 from .subject import as_numpy, largest_entry, largest_error, make_subject, Subject
 
@@ -59,6 +60,7 @@ def _weights(subject: Subject) -> np.ndarray:
     return np.linspace(1.0, -0.5, subject.num)
 
 
+@masked_products()
 def _truth(subject: Subject) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Per-example gradients and Jacobians from `jax.grad` and `jax.jacrev`."""
 

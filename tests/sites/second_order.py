@@ -26,6 +26,7 @@ from eqxbatch._curvature.curvature_matrices import (
 )
 from eqxbatch._curvature.pytree import by_pairs
 from eqxbatch._sites.trace import Program
+from ..experts import masked_products
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
 
@@ -186,6 +187,7 @@ def _products(
         return jnp.sum(jax.vmap(subject.value, (None, 0))(leaves, subject.rows))
 
     @jax.jit
+    @masked_products()
     def hessian(vector: list) -> list:
         return jax.jvp(jax.grad(total), (point,), (vector,))[1]
 
