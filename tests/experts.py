@@ -28,8 +28,9 @@ def ragged_dot(lhs, rhs, sizes, **settings):
     if not _IS_MASKED.get():
         return lax.ragged_dot(lhs, rhs, sizes, **settings)
     dtype = settings.pop("preferred_element_type", None)
-    ends = jnp.cumsum(jnp.asarray(sizes, jnp.int32))
-    row = jnp.arange(lhs.shape[0])[:, None]
-    is_in = (row < ends) & (row >= ends - jnp.asarray(sizes, jnp.int32))
+    sizes = jnp.asarray(sizes, jnp.int32)[None]
+    ends = jnp.cumsum(sizes, 1)
+    row = jnp.arange(lhs.shape[0], dtype=jnp.int32)[:, None]
+    is_in = (row < ends) & (row >= ends - sizes)
     product = jnp.einsum("mg,mk,gkn->mn", is_in.astype(lhs.dtype), lhs, rhs, **settings)
     return product if dtype is None else product.astype(dtype)

@@ -39,12 +39,16 @@ def groups_of_rows(sizes: Integer[Array, " groups"], num: int) -> Integer[Array,
     The dtype of `sizes` may be too small for the number of rows.
     """
     ends = jnp.cumsum(sizes.astype(jnp.int32))
-    return jnp.sum(jnp.arange(num)[:, None] >= ends, axis=1, dtype=jnp.int32)
+    return jnp.sum(
+        jnp.arange(num, dtype=ends.dtype)[:, None] >= ends[None],
+        axis=1,
+        dtype=jnp.int32,
+    )
 
 
 def members(which: Integer[Array, " rows"], num: int) -> Bool[Array, "{num} rows"]:
     """Whether each row is in each group."""
-    return which == jnp.arange(num, dtype=which.dtype)[:, None]
+    return which[None] == jnp.arange(num, dtype=which.dtype)[:, None]
 
 
 def product_with_groups(
@@ -59,7 +63,7 @@ def product_with_groups(
     """The product of each row with the matrix of its group, and zero without one."""
     others = [axis for axis in range(lhs.ndim) if axis != axes.rows]
     is_in = jnp.expand_dims(members(which, rhs.shape[axes.groups]), _after(others))
-    separate = jnp.where(is_in, lhs, jnp.zeros((), lhs.dtype))
+    separate = jnp.where(is_in, lhs[None], jnp.zeros((), lhs.dtype))
     of_left, of_right = axes.contracted
     contracted = (0, *(axis + 1 for axis in of_left)), (axes.groups, *of_right)
     return lax.dot_general(

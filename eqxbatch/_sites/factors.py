@@ -22,7 +22,7 @@ import jax.tree_util as jtu
 import opt_einsum
 from jaxtyping import Array, Bool, Inexact, Integer, Real
 
-from .._base.dtypes import common_dtype, is_inexact, widened
+from .._base.dtypes import is_inexact, widened
 from .._base.jaxprs import full_varying_as
 from .._base.mesh import is_on_mesh
 from .._base.platforms import platform
@@ -200,9 +200,7 @@ def label_terms(
         return [operand, cotangent]
     # No group is past the last one.
     group = str(site.rule.group)
-    dtype = common_dtype(a.array.dtype, d.array.dtype)
-    dtype = jnp.zeros((), dtype).real.dtype
-    is_met = jax.nn.one_hot(which.array, site.sizes[group], dtype=dtype)
+    is_met = jax.nn.one_hot(which.array, site.sizes[group], dtype=d.array.dtype)
     names = (*site.which_axes, group)
     return [operand, labelled(which.of(is_met), (), names), cotangent]
 
