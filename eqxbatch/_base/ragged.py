@@ -33,12 +33,13 @@ class RaggedAxes(NamedTuple):
     groups: int
 
 
-def groups_of_rows(sizes: Integer[Array, " groups"], num: int) -> Integer[Array, " _"]:
+def groups_of_rows(sizes: Any, num: int) -> Integer[Array, " _"]:
     """The group of each of some rows; the number of groups for those in none.
 
-    The dtype of `sizes` may be too small for the number of rows.
+    The dtype of `sizes` may be too small for the number of rows. They may be a constant
+    of a program, which JAX keeps as no array of its own.
     """
-    ends = jnp.cumsum(sizes.astype(jnp.int32))
+    ends = jnp.cumsum(jnp.asarray(sizes).astype(jnp.int32))
     return jnp.sum(
         jnp.arange(num, dtype=ends.dtype)[:, None] >= ends[None],
         axis=1,
@@ -80,8 +81,9 @@ def _after(axes: list[int]) -> list[int]:
     return [axis + 1 for axis in axes]
 
 
-def _run(lhs: Array, rhs: Array, sizes: Array, **params: Any) -> Array:
+def _run(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Array:
     which = groups_of_rows(sizes, lhs.shape[params["axes"].rows])
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     return product_with_groups(lhs, rhs, which, **params)
 
 

@@ -146,18 +146,18 @@ class OfLeaf(NamedTuple):
         merged, operands, cotangents, every_which = [], [], [], []
         for number, group in enumerate(groups):
             of_a, of_d = safe_zip(*map(factors.of, group))
-            of_which = [*map(factors.which, group)]
+            of_which = [x for x in map(factors.which, group) if x is not None]
             # What says which groups are met comes after all other operands.
             site = group[0].with_own(number, number, len(groups) + len(every_which))
             if len(group) > 1:
                 site = site.within((-1, len(group)))
                 of_d = [_stacked(of_d, len(factors.outputs))]
                 of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
-                of_which = [None if of_which[0] is None else _stacked(of_which, 0)]
+                of_which = [_stacked(of_which, 0)] if of_which else []
             merged.append(site)
             operands.append(of_a[0] or Factor(None, has_examples=False))
             cotangents.append(of_d[0])
-            every_which += [x for x in of_which[:1] if x is not None]
+            every_which += of_which
         factors = factors.replaced([*operands, *every_which], cotangents)
         return OfLeaf(merged, factors, self.leaf)
 

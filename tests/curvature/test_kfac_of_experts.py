@@ -81,14 +81,14 @@ def test_factors_of_each_group(sharing, weights, size):
     np.testing.assert_allclose(block.inputs, inputs, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(block.outputs, outputs, rtol=1e-12, atol=1e-14)
     # Nothing is known of a group that no row is in.
-    assert not np.any(block.inputs[-1]) and not np.any(block.outputs[-1])
+    assert not np.any(block.inputs[-1])
+    assert not np.any(block.outputs[-1])
 
 
 def test_corrected_factors_have_the_diagonal_of_the_block():
     ws, x = arrays()
     (block,) = filter_kfac(predict, squares, corrected=True)(ws, x, SIZES).blocks
     _, _, blocks = in_a_loop(ws, x, np.ones(NUM), "expand")
-    assert block.output_basis is not None and block.input_basis is not None
     for group in range(GROUPS):
         basis = np.kron(block.input_basis[group], block.output_basis[group])
         along = np.diag(basis.T @ blocks[group] @ basis).reshape(INPUTS, OUTPUTS)

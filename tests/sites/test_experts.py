@@ -145,7 +145,8 @@ USES = {
     "several_of_many": (
         weight(GROUPS, WIDTH, WIDTH),
         lambda w, x: sum(
-            ragged_dot(jnp.sin(float(i) * x), w, sizes_of(x)) for i in range(18)
+            ragged_dot(jnp.sin(float(i) * x), w, (sizes_of(x) + i) % 3)
+            for i in range(18)
         ),
         vectors(2),
     ),
