@@ -15,7 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Bool, Inexact, Integer
+from jaxtyping import Array, Bool, Integer, Num
 
 from .trees import safe_zip
 
@@ -53,14 +53,14 @@ def members(which: Integer[Array, " rows"], num: int) -> Bool[Array, "{num} rows
 
 
 def product_with_groups(
-    lhs: Inexact[Array, "..."],
-    rhs: Inexact[Array, "..."],
+    lhs: Num[Array, "..."],
+    rhs: Num[Array, "..."],
     which: Integer[Array, " rows"],
     *,
     axes: RaggedAxes,
     precision: Any,
     preferred_element_type: Any,
-) -> Inexact[Array, "..."]:
+) -> Num[Array, "..."]:
     """The product of each row with the matrix of its group, and zero without one."""
     others = [axis for axis in range(lhs.ndim) if axis != axes.rows]
     is_in = jnp.expand_dims(members(which, rhs.shape[axes.groups]), _after(others))
@@ -97,13 +97,17 @@ def _type_of(*avals: Any, **params: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    lhs, rhs, sizes = primals
-    run = lambda lhs, rhs: _run(lhs, rhs, sizes, **params)
-    known = [
-        jnp.zeros_like(x) if isinstance(dx, ad.Zero) else dx
-        for x, dx in safe_zip((lhs, rhs), tangents[:2])
-    ]
-    return jax.jvp(run, (lhs, rhs), tuple(known))
+    # Integers have no tangents.
+    moved = [i for i in (0, 1) if not isinstance(tangents[i], ad.Zero)]
+
+    def run(*values: Any) -> Array:
+        ins = [*primals]
+        for i, x in safe_zip(moved, values):
+            ins[i] = x
+        return _run(*ins, **params)
+
+    of = lambda arrays: tuple(arrays[i] for i in moved)
+    return jax.jvp(run, of(primals), of(tangents))
 
 
 def _mapped(args: Any, in_axes: Any, **params: Any) -> Any:

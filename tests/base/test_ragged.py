@@ -164,6 +164,18 @@ def test_sizes_of_few_bits():
     close(got, np.asarray([[1.0] * 200 + [2.0] * 100, [1.0] * 250 + [2.0] * 50]))
 
 
+def test_rows_of_integers():
+    _, rhs, sizes = arrays()
+    lhs = np.arange(NUM * ROWS * WIDTH, dtype=np.int8).reshape(NUM, ROWS, WIDTH)
+    one = lambda rhs, lhs, sizes: jnp.sum(
+        jnp.sin(lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=np.float64))
+    )
+    run = with_maps(one, rhs[0], lhs[0], sizes[0])
+    got = jax.jit(jax.vmap(jax.grad(run), (None, 0, 0)))(rhs[0], lhs, sizes)
+    of_row = lambda row: jax.grad(one)(rhs[0], *row)
+    close(got, jax.jit(lambda rows: lax.map(of_row, rows))((lhs, sizes)))
+
+
 @pytest.mark.parametrize("groups", (0, 1))
 def test_few_groups_and_rows(groups):
     rhs, sizes = np.ones((groups, 2, 3)), np.ones((NUM, groups), np.int32)
