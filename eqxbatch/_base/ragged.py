@@ -1,7 +1,7 @@
 """Programs whose products with the weights of experts can be mapped.
 
 In `jax.lax.ragged_dot`, consecutive rows of the left side meet the matrix of one of
-several groups. Up to JAX 0.12, `jax.vmap` maps it only if all of its inputs are mapped,
+several groups. `jax.vmap` maps it only if all of its inputs are mapped,
 and so not over examples that share weights. In its place, programs here have a product
 of their own. It is a primitive so that rules find it. Anything else, such as its
 derivative, is that of a masked product, as which JAX runs it on CPUs, too.
@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Integer, Num
 
 from .trees import safe_zip
+from .versions import Closed, with_consts
 
 
 class RaggedAxes(NamedTuple):
@@ -128,7 +129,8 @@ def with_mapped_products(closed: Any) -> Any:
     is summed over, and those in the rules of custom derivatives.
     """
     jaxpr = _replaced(closed.jaxpr)
-    return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
+    is_same = jaxpr is closed.jaxpr
+    return closed if is_same else with_consts(jaxpr, closed.consts)
 
 
 def _replaced(jaxpr: Any) -> Any:
@@ -152,10 +154,11 @@ def _equation(eqn: Any) -> Any:
 
 def _with_products(value: Any) -> Any:
     """A parameter of an equation, with these products in the programs that it has."""
-    if isinstance(value, jex.ClosedJaxpr):
-        return with_mapped_products(value)
+    # Newer versions of JAX have one type for both, which keeps its constants.
     if isinstance(value, jex.Jaxpr):
         return _replaced(value)
+    if isinstance(value, Closed):
+        return with_mapped_products(value)
     if type(value) in (list, tuple):
         parts = [*map(_with_products, value)]
         is_same = all(new is old for new, old in safe_zip(parts, value))
