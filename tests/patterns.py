@@ -10,6 +10,7 @@ import jax.random as jr
 import numpy as np
 from jax import lax
 
+from .experts import ragged_dot
 from .helpers import drawn
 from .layers import Case, KEY, table_of, tokens, vectors, weight
 
@@ -173,6 +174,17 @@ def of_experts(ws, x):
     return data((gates * jnp.tanh(hidden)).sum(0) @ last)
 
 
+def of_sorted_experts(ws, x):
+    """Every token goes to two of the experts; those of one are neighbours."""
+    router, up, down = ws
+    gates, chosen = lax.top_k(jax.nn.softmax(x @ router), 2)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sizes = jnp.bincount(chosen.reshape(-1), length=up.shape[0])
+    hidden = jnp.tanh(ragged_dot(x[order // 2], up, sizes))
+    out = gates.reshape(-1, 1)[order] * ragged_dot(hidden, down, sizes)
+    return data(jnp.zeros_like(x).at[order // 2].add(out).sum(0))
+
+
 def linears(num):
     return [drawn(eqx.nn.Linear, 4, 4, key=key) for key in jr.split(jr.key(6), num)]
 
@@ -215,6 +227,11 @@ PATTERNS = {
     ),
     "A mixture of experts, one for each token": lambda: Case(
         [weight(4, 3), weight(3, 4, 5), weight(5, 2)], of_experts, vectors(6, 4)
+    ),
+    "A mixture of experts, with `jax.lax.ragged_dot`": lambda: Case(
+        [weight(4, 3), weight(3, 4, 5), weight(3, 5, 4)],
+        of_sorted_experts,
+        vectors(6, 4),
     ),
     "PINN residual": lambda: Case(
         drawn(eqx.nn.MLP, 2, 1, 4, 1, jnp.tanh, key=jr.key(4)), residual, vectors(2)

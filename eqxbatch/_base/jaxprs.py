@@ -126,6 +126,7 @@ polynomial expand
 pow entries
 program_order call
 pvary entries straight
+ragged_dot bilinear product : axes precision preferred_element_type
 real straight
 reduce_sum linear : axes out_sharding
 regularized_incomplete_beta entries

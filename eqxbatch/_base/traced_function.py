@@ -20,6 +20,7 @@ from .jaxprs import (
     with_arrays,
 )
 from .narrow import wide, without_narrow_casts
+from .ragged import with_mapped_products
 from .refs import without_refs
 from .trees import safe_zip
 
@@ -61,7 +62,8 @@ class TracedFunction:
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
         closed, structs, static = self.at_example(trace)
-        self.closed = without_narrow_casts(without_refs(closed), self._dtypes)
+        closed = with_mapped_products(without_refs(closed))
+        self.closed = without_narrow_casts(closed, self._dtypes)
         self.out = eqx.combine(structs, static)
 
     def at_example(self, ask: Callable[[list], _T]) -> _T:

@@ -675,7 +675,7 @@ def _sources(
 
     def gradient(site: Site, source: Node) -> Array:
         d = cotangents[site.perturbation]
-        a = None if site.operand is None else operands[site.operand]
+        a = site.operand_of(operands)
         shape = (*(length for _, length in source.loops), *source.shape)
 
         def outputs(value: Array) -> Array:

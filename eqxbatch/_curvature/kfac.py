@@ -20,7 +20,7 @@ from .._base.trees import safe_zip
 from .._batch.accumulators import Sum
 from .._batch.loop import accumulated, accumulated_sums, Rows
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .._sites.factors import contract, EXAMPLE, Factors, gradients, Labels
+from .._sites.factors import aligned, contract, EXAMPLE, Factors, gradients, Labels
 from .._sites.kronecker import AxisRoles, Layout, multiplied, Part, parts_of, uses_of
 from .._sites.report import table
 from .._sites.site import Label
@@ -434,12 +434,20 @@ def _bytes(program: Program, num_vectors: int) -> int:
     The patches of a convolution are several times as large as its input.
     """
     structs = [*program.operands, *(num_vectors * [*program.perturbations])]
-    expanded = (
-        math.prod(site.sizes[name] for name in site.a_axes)
-        * program.operands[site.operand].dtype.itemsize
+    size = lambda site, axes: math.prod(site.sizes[name] for name in axes)
+    expanded = [
+        size(site, site.a_axes) * program.operands[site.operand].dtype.itemsize
         for site in program.sites
         if site.operand is not None
-    )
+    ]
+    # Both factors are separate for each group.
+    expanded += [
+        site.sizes[str(site.rule.group)]
+        * (size(site, site.a_axes) + num_vectors * size(site, site.d_axes))
+        * program.perturbations[site.perturbation].dtype.itemsize
+        for site in program.sites
+        if site.which is not None
+    ]
     return num_bytes(structs) + max(expanded, default=0)
 
 
@@ -450,16 +458,24 @@ class _Use(eqx.Module):
     """The factors at one site, flat, with examples along axis 0.
 
     - `tokens`: the indices that an embedding looks up, instead of an operand.
+    - `met`: one where a position meets a matrix, and zero where it does not; None if
+        each position meets all of them.
     """
 
     a: Inexact[Array, "n positions batch inputs"] | None
     d: Inexact[Array, "n vectors positions batch outputs"]
     tokens: Shaped[Array, "n positions"] | None
     is_swapped: bool = eqx.field(static=True)
+    met: Inexact[Array, "n positions batch"] | None = None
+
+    @property
+    def num(self) -> int | Inexact[Array, "n batch"]:
+        """How many positions of each example meet each matrix."""
+        return self.d.shape[2] if self.met is None else jnp.sum(self.met, 1)
 
 
 def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
-    (a, of_a), (d, of_d), shared = use.terms(factors)
+    (a, of_a), (d, of_d), shared, met = use.terms(factors)
     sides = (layout.inputs, layout.outputs)
     into, out = sides[::-1] if use.is_swapped else sides
     num, vectors = d.shape[:2]
@@ -472,7 +488,12 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
         return _Use(None, d, tokens.reshape(num, positions), use.is_swapped)
     a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
     a = a.reshape(num, positions, count, layout.size(into))
-    return _Use(a, d, None, use.is_swapped)
+    if met is not None:
+        batch = (("leaf", axis) for axis in layout.batch)
+        met = aligned(*met, (EXAMPLE, *shared, *batch))
+        met = met.reshape(met.shape[0], positions, count)
+        met = jnp.broadcast_to(met, (num, positions, count))
+    return _Use(a, d, None, use.is_swapped, met)
 
 
 def _in_order(
@@ -509,7 +530,7 @@ def part_sums(
 
     For Kronecker factors, these are, for each of the (up to two) roles of operands that
     the weight has: the second moment of the operands, their sum, the second moment of
-    the cotangents, and the number of positions.
+    the cotangents, and the number of positions, for each matrix if they differ.
     """
     layout = part.layout
     if layout is None:
@@ -526,17 +547,27 @@ def part_sums(
 def _role_sums(
     uses: list[_Use], part: Part, weighing: Weighing, sharing: WeightSharing
 ) -> list[Array]:
-    positions = sum(use.d.shape[2] for use in uses)
+    positions = sum(use.num for use in uses)
     if sharing == "reduce" and all(use.a is not None for use in uses):
         # The mean of the operands, and the sum of the cotangents, over the positions.
         operands = (jnp.sum(use.a, 1) for use in uses if use.a is not None)
-        a = functools.reduce(jnp.add, operands) / max(positions, 1)
+        total = functools.reduce(jnp.add, operands)
         d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
-        uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped)]
-        positions = 1
+        met = None
+        if isinstance(positions, int):
+            a, positions = total / max(positions, 1), 1
+        else:
+            a = total / jnp.maximum(positions, 1)[..., None]
+            positions = (positions > 0).astype(positions.dtype)
+            met = positions[:, None]
+        uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
     grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
     add = functools.partial(functools.reduce, jnp.add)
-    gram, count = add(grams), weighing.sum() * positions
+    gram = add(grams)
+    if isinstance(positions, int):
+        count = weighing.sum() * positions
+    else:
+        count = jnp.sum(weighing.times(positions), 0)
     # If the sums vary over devices in `jax.shard_map`, so must the count.
     count = vary_as([gram], count.astype(outputs[0].dtype))
     return [gram, add(sums), add(outputs), count]
@@ -594,7 +625,7 @@ def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
     for start in range(0, len(sums), 4):
         gram, total, outputs, count = sums[start : start + 4]
         safe = jnp.where(count == 0, 1, count)
-        inputs = gram / safe
+        inputs = gram / safe.reshape(*safe.shape, *safe.ndim * (gram.ndim - 1) * (1,))
         if layout.bias is not None:
             mean = total / safe
             ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))

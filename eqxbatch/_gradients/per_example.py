@@ -867,7 +867,8 @@ def _scaled(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
         unit = common_power_of_two(largest)
         exponent += exponent_of(unit)
-    scaled = factors.replaced([*operands], cotangents, unit)
+    others = separate.factors.operands[len(sites) :]
+    scaled = factors.replaced([*operands, *others], cotangents, unit)
     return exponent, separate._replace(factors=scaled)
 
 

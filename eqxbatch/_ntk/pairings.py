@@ -265,7 +265,8 @@ class ExampleFactors:
             cancelled.append(
                 cancels([as_they_are[leaf] for leaf in sorted(as_they_are)])
             )
-        used = {site.operand for own in self.kept for site in own.sites}
+        every = [site for own in self.kept for site in own.sites]
+        used = {i for site in every for i in (site.operand, site.which)}
         operands = {i: x for i, x in enumerate(operands) if i in used}
         values = outs[: self._num_values]
         return KeptFactors(values, operands, kept, of_views, cancelled)

@@ -129,9 +129,13 @@ def _cost_of(eqn: Any) -> Cost:
     widths = (getattr(dtype, "itemsize", 4) for dtype in dtypes)
     written = float(sum(map(operator.mul, sizes, widths)))
     if name in PRODUCTS:
-        numbers = eqn.params["dimension_numbers"]
-        lhs, rhs = (atom.aval.shape for atom in eqn.invars)
-        if name == "dot_general":
+        lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+        numbers = eqn.params["axes" if name == "ragged_dot" else "dimension_numbers"]
+        if name == "ragged_dot":
+            # Each row is multiplied with the matrices of all groups, and masked.
+            products = math.prod(lhs[axis] for axis in numbers.contracted[0])
+            products *= rhs[numbers.groups]
+        elif name == "dot_general":
             products = math.prod(lhs[axis] for axis in numbers[0][0])
         else:
             products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)

@@ -136,6 +136,13 @@ class Factors:
             return None, d
         return at_steps(self.operands[site.operand], 0), d
 
+    def which(self, site: Site) -> Factor | None:
+        """The group that each position of a site meets, if it has groups."""
+        if site.which is None:
+            return None
+        x = self.operands[site.which]
+        return x.of(site.at_steps(x.array, x.has_examples))
+
     def expanded(self, site: Site) -> tuple[Factor | None, Factor]:
         """The factors `a` and `d` with the axes that the site names."""
         a, d = self.of(site)
@@ -159,7 +166,7 @@ class Factors:
         return any(
             factor is not None and factor.has_examples
             for site in sites
-            for factor in self.of(site)
+            for factor in (*self.of(site), self.which(site))
         )
 
 
@@ -172,7 +179,10 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
 def label_terms(
     site: Site, factors: Factors, example: Label, labels: dict[str, Label]
 ) -> list[Term]:
-    """The operand of a site, if it has one, and the cotangent, which comes last."""
+    """The operand of a site, if it has one, and the cotangent, which comes last.
+
+    Between them is the group of each position, if the site has groups.
+    """
     a, d = factors.expanded(site)
 
     def labelled(factor: Factor, outputs: Labels, names: Axes) -> Term:
@@ -185,7 +195,14 @@ def label_terms(
     operand = labelled(a, (), site.a_axes)
     if site.rule.drops:
         cotangent = _without_dropped(cotangent, operand, site)
-    return [operand, cotangent]
+    which = factors.which(site)
+    if which is None:
+        return [operand, cotangent]
+    # No group is past the last one.
+    group = str(site.rule.group)
+    is_met = jax.nn.one_hot(which.array, site.sizes[group], dtype=d.array.dtype)
+    names = (*site.which_axes, group)
+    return [operand, labelled(which.of(is_met), (), names), cotangent]
 
 
 def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
@@ -317,11 +334,14 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
             transposed = jax.vmap(transposed, axes)
         return transposed(a.array, d.array)
 
+    which = factors.which(site)
+
     def form(a: Factor | None, d: Factor) -> Array:
-        part = Factors([a], [d], factors.outputs, values=factors.values)
+        operands = [a] if which is None else [a, which]
+        part = Factors(operands, [d], factors.outputs, values=factors.values)
         return _formed(site, part, leaf)
 
-    if a is None or not a.has_examples or is_on_mesh(a.array):
+    if a is None or not a.has_examples or is_on_mesh(a.array) or which is not None:
         return form(a, d)
     # Patches are several times as large as their input, so they are computed for some
     # examples at a time: as many as keep them no larger than the input, the cotangents
@@ -350,7 +370,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     """The gradients at a site from its own factors, for the steps that it has."""
-    site = site.with_own(0, None if site.operand is None else 0)
+    site = site.with_own(0, 0, 1)
     terms = site_terms(site, factors)
     present = {label for _, labels in terms for label in labels}
     lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
@@ -389,11 +409,16 @@ def weighted_sum(
     """
     num, lead = weights.shape[0], weights.ndim
     operands, cotangents = [], []
+
+    def of_each(x: Factor) -> Array:
+        if x.has_examples:
+            return x.array
+        return jnp.broadcast_to(x.array, (num, *x.array.shape))
+
     for site in sites:
-        a, d = factors.of(site)
-        if a is not None and not a.has_examples:
-            a = a.of(jnp.broadcast_to(a.array, (num, *a.array.shape)))
-        operands.append(None if a is None else a.array)
+        (a, d), which = factors.of(site), factors.which(site)
+        operand = None if a is None else of_each(a)
+        operands.append(operand if which is None else (operand, of_each(which)))
         # The scale may be out of the range of half precision.
         wide = widened(d.array)
         wide = wide if d.has_examples else wide[None]
@@ -415,7 +440,10 @@ def inner_products(
     """
     num = factors.num
     pairs = [factors.of(site) for site in sites]
-    operands = [None if a is None else a.array for a, _ in pairs]
+    operands: list = [None if a is None else a.array for a, _ in pairs]
+    for i, which in enumerate(map(factors.which, sites)):
+        if which is not None:
+            operands[i] = operands[i], which.array
     outs = _outputs(sites, jnp.conj(direction), operands, factors.values, num)
     products = [
         jnp.real(widened(d.array) * widened(x)) for (_, d), x in safe_zip(pairs, outs)

@@ -143,18 +143,22 @@ class OfLeaf(NamedTuple):
     def _grouped(self, groups: Sequence[Sequence[Site]]) -> "OfLeaf":
         """A site for each group, and the factors of these only."""
         factors = self.factors
-        merged, operands, cotangents = [], [], []
+        merged, operands, cotangents, every_which = [], [], [], []
         for number, group in enumerate(groups):
             of_a, of_d = safe_zip(*map(factors.of, group))
-            site = group[0].with_own(number, None if of_a[0] is None else number)
+            of_which = [x for x in map(factors.which, group) if x is not None]
+            # What says which groups are met comes after all other operands.
+            site = group[0].with_own(number, number, len(groups) + len(every_which))
             if len(group) > 1:
                 site = site.within((-1, len(group)))
                 of_d = [_stacked(of_d, len(factors.outputs))]
                 of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
+                of_which = [_stacked(of_which, 0)] if of_which else []
             merged.append(site)
             operands.append(of_a[0] or Factor(None, has_examples=False))
             cotangents.append(of_d[0])
-        factors = factors.replaced(operands, cotangents)
+            every_which += of_which
+        factors = factors.replaced([*operands, *every_which], cotangents)
         return OfLeaf(merged, factors, self.leaf)
 
 
@@ -673,7 +677,8 @@ def formed_gradients(
         sites, factors, leaf = of_leaf
         arrays = [*arrays]
         of_one = [x.of(arrays.pop(0)[None]) if x.has_examples else x for x in kept]
-        operands, cotangents = of_one[: len(sites)], of_one[len(sites) :]
+        num = len(factors.operands)
+        operands, cotangents = of_one[:num], of_one[num:]
         outputs, values = factors.outputs, factors.values
         parts = Factors(operands, cotangents, outputs, values=values)
         formed = gradients(sites, parts, leaf)

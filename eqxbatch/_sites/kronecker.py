@@ -3,7 +3,7 @@
 At a matrix product, a per-example gradient is `sum_t d_t a_t^T` over the positions `t`
 that share the weight. Its axes are those of the input `a`, those of the cotangent `d`,
 and those of both, such as the groups of a convolution: each entry of the latter has
-separate factors.
+separate factors. So has each expert of a mixture, from the positions that meet it.
 """
 
 import collections
@@ -17,7 +17,16 @@ from jaxtyping import Array, Inexact
 
 from .._base.jaxprs import SUMS
 from .._base.trees import safe_zip
-from .factors import EXAMPLE, Factors, has_weights, label_terms, Labels, scale_of, Term
+from .factors import (
+    aligned,
+    EXAMPLE,
+    Factors,
+    has_weights,
+    label_terms,
+    Labels,
+    scale_of,
+    Term,
+)
 from .shared import nodes_up_to
 from .site import Axes, has_named_axes, Label, Site
 from .trace import Program
@@ -104,13 +113,17 @@ class AxisRoles:
     labels: dict[str, Label]
     is_swapped: bool
 
-    def terms(self, factors: Factors) -> tuple[Term, Term, Labels]:
+    def terms(self, factors: Factors) -> tuple[Term, Term, Labels, Term | None]:
         """The operand, the cotangent, and the positions that they share.
 
         Both are summed over axes that only one of them has. The cotangent is multiplied
-        by the scale of the site.
+        by the scale of the site. If a position meets the matrix of one group, both are
+        zero for all others; where they are not is returned, too.
         """
-        (a, of_a), (d, of_d) = label_terms(self.site, factors, EXAMPLE, self.labels)
+        terms = label_terms(self.site, factors, EXAMPLE, self.labels)
+        (a, of_a), *met, (d, of_d) = terms
+        if met:
+            (a, of_a), (d, of_d) = (_times(x, met[0]) for x in (terms[0], terms[-1]))
         shared = [label for label in of_a if label in of_d and _is_position(label)]
         sums: list[Term] = []
         for x, labels in ((a, of_a), (d, of_d)):
@@ -123,7 +136,15 @@ class AxisRoles:
             is_tokens = x is a and self.site.rule.token is not None
             sums.append((x if is_tokens else jnp.sum(x, axis=tuple(alone)), kept))
         (d, of_d) = sums[1]
-        return sums[0], (d * scale_of(self.site), of_d), tuple(shared)
+        scaled = d * scale_of(self.site), of_d
+        return sums[0], scaled, tuple(shared), met[0] if met else None
+
+
+def _times(term: Term, other: Term) -> Term:
+    """The product of two terms, with the axes of both."""
+    (x, labels), (y, others) = term, other
+    joined = (*labels, *(label for label in others if label not in labels))
+    return aligned(x, labels, joined) * aligned(y, others, joined), joined
 
 
 def _is_position(label: Label) -> bool:
@@ -274,8 +295,9 @@ def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
     None if the site is not a matrix product.
     """
     token = () if site.rule.token is None else (site.rule.token,)
-    of_a = {labels[name] for name in (*site.a_axes, *token)}
-    of_d = {labels[name] for name in site.d_axes}
+    group = () if site.rule.group is None else (site.rule.group,)
+    of_a = {labels[name] for name in (*site.a_axes, *token, *group)}
+    of_d = {labels[name] for name in (*site.d_axes, *group)}
     batch, outputs, inputs = (
         tuple(sorted(label[1] for label in part if not _is_position(label)))
         for part in (of_a & of_d, of_d - of_a, of_a - of_d)
@@ -370,7 +392,9 @@ def _bias_axes(
     program: Program, site: Site | None, other: Site
 ) -> tuple[int, ...] | None:
     """The axes of a weight that match those of an array added to the product."""
-    if site is None or site.rule.token is not None or other.rule.kind not in SUMS:
+    if site is None or other.rule.kind not in SUMS:
+        return None
+    if site.rule.token is not None or site.which is not None:
         return None
     if _reason(other) is not None or scale_of(site) != scale_of(other):
         return None

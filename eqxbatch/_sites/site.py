@@ -14,7 +14,8 @@ forming the gradient, and each has conditions:
     A small site, with few numbers that are computed from a whole leaf, such as a
     penalty, needs none of this: its gradients are sums of a few fixed directions.
 - `"hessian"`: the second derivatives of a pair of sites. Perturbations are real, so
-    nothing at either site may be complex.
+    nothing at either site may be complex. Products with the matrices of groups have
+    one factor more, and are left out.
 - `"diagonal"`: only the diagonal of these. In addition, each axis of the views must be
     known to be an axis of the leaf, so that the factors have it; or the sites are
     small.
@@ -42,6 +43,7 @@ from jaxtyping import Array, Integer
 from .._base.dtypes import is_complex
 from .._base.jaxprs import full_varying_as, literal, SUMS
 from .._base.platforms import patches
+from .._base.ragged import groups_of_rows, product_with_groups, RaggedAxes
 from .._base.trees import safe_zip
 from .shared import leaf_view, Loop, Node, Steps, View
 
@@ -79,6 +81,12 @@ class Rule:
     - `token`: for a gather, the axis of `w` that the integers `a` index; `a` then
         stands for a one-hot array with this additional axis.
     - `drops`: whether a token may select no row. It then equals the number of rows.
+    - `group`: for a product with the matrices of groups, the axis of `w` of which each
+        position meets one entry, or none. `op` takes a pair then: `a`, and these
+        entries. There is another factor, which is one where a position meets an entry,
+        and zero elsewhere.
+    - `which`: takes the inputs of the equation and returns the entry of each position;
+        its axes are `which_axes`.
     - `scale`: a factor of the contraction.
     - `splits`: whether `w_axes` splits an axis of `w` in two.
     - `is_of_inverse`: whether `w` is one over the input of the equation.
@@ -98,6 +106,9 @@ class Rule:
     arrange: Callable[[Array], Array] = _same
     token: str | None = None
     drops: bool = False
+    group: str | None = None
+    which: Callable[[list], Array] | None = None
+    which_axes: Axes = ()
     scale: float = 1.0
     splits: bool = False
     is_of_inverse: bool = False
@@ -120,6 +131,8 @@ class Site:
     - `perturbation`: the index of its cotangent `d`.
     - `operand`: the index of its operand `a`; None if it has none.
     - `is_complex`: whether `d` is.
+    - `which`: the index of the operand that says which group each position meets; None
+        if there are none.
     - `loops`: the `scan`s around it, outermost first. Its factors have an axis for the
         steps of each.
     - `source`: the value there, if it is not linear in the leaf.
@@ -133,6 +146,7 @@ class Site:
     perturbation: int
     operand: int | None
     is_complex: bool
+    which: int | None = None
     loops: tuple[Steps, ...] = ()
     source: Node | None = None
     is_coupled: bool = False
@@ -174,6 +188,10 @@ class Site:
         return (*self._loop_axes(), *self.rule.d_axes)
 
     @property
+    def which_axes(self) -> Axes:
+        return (*self._loop_axes(), *self.rule.which_axes)
+
+    @property
     def w_axes(self) -> Axes:
         return (*self._loop_axes(only_sliced=True), *self.rule.w_axes)
 
@@ -184,7 +202,14 @@ class Site:
             if loop.is_sliced or not only_sliced
         )
 
-    def output(self, a: Array | None, view: Array) -> Array:
+    def operand_of(self, operands: Sequence[Any]) -> Any:
+        """What `op` takes: the operand, with the groups if there are any."""
+        if self.operand is None:
+            return None
+        a = operands[self.operand]
+        return a if self.which is None else (a, operands[self.which])
+
+    def output(self, a: Any, view: Array) -> Array:
         """The output of the site for one example, linear in the view."""
         op = self.rule.op
         for loop in reversed(self.loops):
@@ -192,7 +217,7 @@ class Site:
             op = jax.vmap(op, in_axes, axis_size=loop.length)
         return op(a, view)
 
-    def output_of_source(self, a: Array | None, source: Array) -> Array:
+    def output_of_source(self, a: Any, source: Array) -> Array:
         """The output for the value of `source`, at all steps of all loops."""
         assert self.source is not None
         op = self.rule.op
@@ -213,11 +238,18 @@ class Site:
                 x = jax.lax.slice_in_dim(x, loop.start, end, axis=axis + i)
         return x
 
-    def with_own(self, perturbation: int, operand: int | None) -> "Site":
-        """The site with its own factors, for the steps that it has."""
+    def with_own(self, perturbation: int, operand: int, which: int) -> "Site":
+        """The site with its own factors, for the steps that it has.
+
+        `operand` and `which` are the new indices, if it has these.
+        """
         loops = tuple(dataclasses.replace(loop, start=None) for loop in self.loops)
         return dataclasses.replace(
-            self, perturbation=perturbation, operand=operand, loops=loops
+            self,
+            perturbation=perturbation,
+            operand=None if self.operand is None else operand,
+            which=None if self.which is None else which,
+            loops=loops,
         )
 
     def expand(self, a: Array) -> Array:
@@ -250,9 +282,9 @@ def is_allowed(form: Form, site: Site, other: Site) -> bool:
             return True
         have_axes = has_named_axes(site) and has_named_axes(other)
         return (have_axes or _same_isometry(site, other)) and not _cross(site, other)
-    if site.is_complex or other.is_complex:
-        return False
     sites = (site, other)
+    if any(x.is_complex or x.which is not None for x in sites):
+        return False
     return form == "hessian" or all(
         has_named_axes(x) or has_few_directions(x) for x in sites
     )
@@ -562,6 +594,41 @@ def _gather(eqn: Any, index: int) -> Rule | None:
     )
 
 
+def _ragged_dot(eqn: Any, index: int) -> Rule | None:
+    """The matrices of groups, as those of experts, each for the positions that meet it.
+
+    No position meets more than one of them.
+    """
+    if index != 1:
+        return None
+    axes: RaggedAxes = eqn.params["axes"]
+    left, right, _, _ = _shapes(eqn)
+    names: list[Axes] = []
+    for side, (shape, summed) in enumerate(safe_zip((left, right), axes.contracted)):
+        known = {axis: f"c{i}" for i, axis in enumerate(summed)}
+        known |= {axes.groups: "group"} if side == 1 else {}
+        sides = range(len(shape))
+        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in sides))
+    num, params = left[axes.rows], eqn.params
+
+    def op(a: tuple[Array, Array], w: Array) -> Array:
+        lhs, which = a
+        return product_with_groups(lhs, w, which, **params)
+
+    return Rule(
+        kind="ragged_dot",
+        op=op,
+        operand=lambda ins: ins[0],
+        a_axes=names[0],
+        d_axes=tuple(name for side in names for name in side if name[0] in "lr"),
+        w_axes=names[1],
+        sizes=_sizes(names[0], left) | _sizes(names[1], right),
+        group="group",
+        which=lambda ins: groups_of_rows(ins[2], num),
+        which_axes=(names[0][axes.rows],),
+    )
+
+
 def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
     """The axis of a table along which rows are selected; None if not exactly one."""
     index_map = params["dimension_numbers"].start_index_map
@@ -641,6 +708,7 @@ _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "div": _elementwise,
     **dict.fromkeys(SUMS, _elementwise),
     "gather": _gather,
+    "ragged_dot": _ragged_dot,
     "dynamic_slice": _dynamic_slice,
     "concatenate": _in_place,
     "stack": _in_place,

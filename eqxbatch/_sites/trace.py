@@ -500,12 +500,19 @@ class Finder:
             plan.steps[equation.index] = step, 1
         plan.perturbed_by[out] = value
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+
+        def add_operand(of: Callable[[list], Array]) -> int:
+            operands.append(of)
+            plan.operands.append(jax.eval_shape(of, structs))
+            return len(plan.operands) - 1
+
         for position, rule in rules.items():
             x, operand = of_views[position], None
+            which = None
             if rule.operand is not None:
-                operand = len(plan.operands)
-                operands.append(rule.operand)
-                plan.operands.append(jax.eval_shape(rule.operand, structs))
+                operand = add_operand(rule.operand)
+            if rule.which is not None:
+                which = add_operand(rule.which)
             plan.sites += [
                 Site(
                     view.in_zeros(),
@@ -513,6 +520,7 @@ class Finder:
                     value.leaf,
                     operand,
                     is_complex(out.aval),
+                    which,
                     source=x if view.leaf in x.curved else None,
                     is_coupled=view.leaf in x.coupled,
                     is_reverse=x.is_reverse,
@@ -896,11 +904,15 @@ class Plan:
         stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
         for plan in plans:
             for site in plan.sites:
-                operand = site.operand
-                operand = None if operand is None else operand + len(self.operands)
+                of_site = site.operand, site.which
+                operand, which = (
+                    None if x is None else x + len(self.operands) for x in of_site
+                )
                 number = site.perturbation + len(self.perturbations)
                 self.sites.append(
-                    dataclasses.replace(site, perturbation=number, operand=operand)
+                    dataclasses.replace(
+                        site, perturbation=number, operand=operand, which=which
+                    )
                 )
             self.perturbations += map(stacked, plan.perturbations)
             self.operands += map(stacked, plan.operands)

@@ -55,6 +55,13 @@ BREAKAGES = [
         "tests/curvature/test_kfac.py -k Definition",
     ),
     Breakage(
+        "Kronecker factors of experts are divided by all positions",
+        "_role_sums",
+        "jnp.sum(weighing.times(positions), 0)",
+        "weighing.sum() * uses[0].d.shape[2]",
+        "tests/curvature/test_kfac_of_experts.py -k of_each_group",
+    ),
+    Breakage(
         "reduced cotangents are a mean",
         "_role_sums",
         "jnp.sum(use.d, 2)",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqxbatch
+from ..experts import masked_products
 from .program_draw import Program
 
 
@@ -64,11 +65,13 @@ class Subject:
         is_mean = isinstance(accumulator, eqxbatch.Mean)
         return weights / jnp.sum(weights) if is_mean else weights
 
+    @masked_products()
     def total(self, leaves: list) -> Any:
         losses = jax.vmap(self.loss, (None, 0, 0))(leaves, *self.examples)
         return jnp.sum(losses * self.scales)
 
     @functools.cached_property
+    @masked_products()
     def gradients(self) -> list:
         return jax.vmap(jax.grad(self.loss), (None, 0, 0))(self.leaves, *self.examples)
 
@@ -83,6 +86,7 @@ class Subject:
         ]
 
     @functools.cached_property
+    @masked_products()
     def hessian(self) -> Any:
         value = lambda vector: self.total(self.unravelled(vector))
         gradient = jax.grad(value)
@@ -93,6 +97,7 @@ class Subject:
             return jax.jacrev(gradient)(vector)
 
     @functools.cached_property
+    @masked_products()
     def gauss_newton(self) -> Any:
         """Of real and imaginary parts of all outputs."""
 
@@ -139,6 +144,7 @@ def np_joined(flat: Any, structs: list) -> list:
     return outs
 
 
+@masked_products()
 def _jacobians(s: "Subject", examples: tuple) -> list[list]:
     """For each output and leaf, those of real and imaginary parts by the same."""
     parts = [np_split(x) for x in s.leaves]

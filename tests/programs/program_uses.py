@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from . import (
     program_custom as program_custom,
+    program_experts as program_experts,
     program_loops as program_loops,
     program_shared as program_shared,
     program_tables as program_tables,
@@ -61,6 +62,7 @@ def _odd_jvp(primals, tangents):
 NAMESPACE = {
     **_NAMES,
     **program_custom.FUNCTIONS,
+    **program_experts.FUNCTIONS,
     "functools": functools,
     "odd": odd,
     "odd_identity": odd_identity,

@@ -53,6 +53,12 @@ OF_OWN_DERIVATIVES = (
     (25, ("branch_of_a_function",)),
     (5208, OF_BIASES),
 )
+# Products with the matrices of groups.
+OF_EXPERTS = (
+    *("experts", "experts_up_and_down", "experts_of_one_matrix"),
+    *("experts_in_a_loop", "experts_of_parameters", "experts_of_a_branch"),
+)
+WITH_EXPERTS = (3001, 3004, 4002)
 # Uses whose views have no inner products, so that nobody knows whether terms cancel.
 OF_OTHER_VIEWS = (800014, 700057)
 # The one of these that a program is compared by, besides all contractions of gradients.
@@ -97,6 +103,15 @@ def test_random_program_of_branches_and_rules(seed, uses):
     with settings():
         program = draw(seed, uses)
     compare(program, IN_TURN[seed % len(IN_TURN)])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", WITH_EXPERTS)
+def test_random_program_of_experts(seed):
+    with settings():
+        program = draw(seed, OF_EXPERTS)
+    assert {*OF_EXPERTS} & {*program.blocks}
+    compare(program, IN_TURN[WITH_EXPERTS.index(seed)])
 
 
 @pytest.mark.matrix

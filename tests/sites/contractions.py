@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ..experts import masked_products
 from .adapter import Examples, Sites
 from .second_order import second_order
 from .subject import as_numpy, largest_entry, largest_error, make_subject, Subject
@@ -41,6 +42,7 @@ def _weights(subject: Subject) -> np.ndarray:
     return np.linspace(1.0, -0.5, subject.num)
 
 
+@masked_products()
 def _truth(subject: Subject) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Per-example gradients and Jacobians from `jax.grad` and `jax.jacrev`."""
 

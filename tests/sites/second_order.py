@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ..experts import masked_products
 from .adapter import Curvature
 from .subject import as_numpy, largest_entry, largest_error, Subject
 
@@ -178,6 +179,7 @@ def _products(
         return jnp.sum(jax.vmap(subject.value, (None, 0))(leaves, subject.rows))
 
     @jax.jit
+    @masked_products()
     def hessian(vector: list) -> list:
         return jax.jvp(jax.grad(total), (point,), (vector,))[1]
 
