@@ -8,6 +8,7 @@ replace.
 Jaxprs are evaluated as they are, or with some equations replaced.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jaxlib
 import numpy as np
+from jax import lax
+from jax.sharding import use_abstract_mesh
 from jaxtyping import Array, PyTree
 
 from .trees import safe_zip, with_shapes_of_arrays
@@ -414,7 +417,13 @@ def _expanded(eqn: Any) -> Any:
     """The program that an equation stands for."""
     known = _PROGRAMS.get(name_of(eqn), _of_object)
     run = lambda *ins: known(eqn.params, ins)
-    return jax.make_jaxpr(run)(*(atom.aval for atom in eqn.invars))
+    avals = [atom.aval for atom in eqn.invars]
+    # The mesh of the equation, whose axes may be of another kind than those that are
+    # set now.
+    shardings = (getattr(aval, "sharding", None) for aval in avals)
+    meshes = [x.mesh for x in shardings if x is not None and not x.mesh.empty]
+    with use_abstract_mesh(meshes[0]) if meshes else contextlib.nullcontext():
+        return jax.make_jaxpr(run)(*avals)
 
 
 def _of_object(params: dict[str, Any], ins: Sequence[Any]) -> list:

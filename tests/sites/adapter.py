@@ -40,6 +40,7 @@ class Place:
     """A site, as far as tests ask.
 
     - `kind`, `num_loops`: its primitive, and how many loops are around it.
+    - `input`: which input of the primitive the parameter is, as in `dot_general[0]`.
     - `steps`, `axes`, `is_isometry`: the view of the leaf there.
     - `has_named_axes`: whether all axes there are axes of the leaf.
     - `perturbation`: which cotangent is its own.
@@ -47,6 +48,7 @@ class Place:
 
     leaf: int
     kind: str
+    input: str
     num_loops: int
     steps: tuple[str, ...]
     axes: tuple | None
@@ -91,6 +93,7 @@ class Sites:
             Place(
                 leaf=x.leaf,
                 kind=x.rule.kind,
+                input=x.rule.key.split("(")[0],
                 num_loops=len(x.loops),
                 steps=tuple(x.view.key),
                 axes=x.view.axes,

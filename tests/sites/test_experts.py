@@ -161,7 +161,7 @@ def test_use(name):
     program, comparable = compare(Case(*USES[name]))
     assert not program.fallbacks
     assert all(comparable)
-    assert any(site.rule.kind == "ragged_dot" for site in program.sites)
+    assert any(x.kind == "ragged_dot" for x in program.places)
 
 
 def routed(model, x, label):
