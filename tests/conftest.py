@@ -35,15 +35,18 @@ if on_cpu.has_accelerator():
     # Products of float32 have all digits, as on CPUs. Those of a result have other
     # operands than those of its reference, and would round these.
     jax.config.update("jax_default_matmul_precision", "highest")
-if on_cpu.pretends():
-    # The package takes it for a GPU, too.
-    from eqxbatch._base import platforms
-
-    platforms._PLATFORMS["cpu"] = platforms.GPU
 
 
 def pytest_configure(config):
     on_cpu.register(config)
+
+
+def pytest_sessionstart():
+    if on_cpu.pretends():
+        # The package takes it for a GPU, too. An import hook must be there before.
+        from eqxbatch._base import platforms
+
+        platforms._PLATFORMS["cpu"] = platforms.GPU
 
 
 @pytest.hookimpl(trylast=True)
