@@ -11,7 +11,7 @@ import eqxbatch as eb
 from ..helpers import assert_same, make_mesh, normal, put
 
 
-pytestmark = pytest.mark.versions
+pytestmark = [pytest.mark.devices, pytest.mark.versions]
 
 
 KEY = jax.random.key(0)
