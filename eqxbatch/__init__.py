@@ -11,24 +11,31 @@ from ._batch.accumulators import (
     AbstractAccumulator as AbstractAccumulator,
     Concat as Concat,
     Last as Last,
-    LogSumExp as LogSumExp,
     Max as Max,
-    Mean as Mean,
     Min as Min,
-    Sum as Sum,
-    Variance as Variance,
 )
-from ._batch.batch import Block as Block, Blocks as Blocks, MemoryBudget as MemoryBudget
-from ._batch.derivative import parameters as parameters
+from ._batch.blocks import Block as Block, Blocks as Blocks
+from ._batch.log_sum_exp import LogSumExp as LogSumExp
+from ._batch.memory import MemoryBudget as MemoryBudget
+from ._batch.parameters import parameters as parameters
 from ._batch.progress import (
     AbstractProgressMeter as AbstractProgressMeter,
     TqdmProgressMeter as TqdmProgressMeter,
 )
-from ._batch.store import HostStore as HostStore, ZarrStore as ZarrStore
+from ._batch.store import HostStore as HostStore
 from ._batch.stream import over_batches as over_batches
+from ._batch.sums import Mean as Mean, Sum as Sum, Variance as Variance
+from ._batch.zarr_store import ZarrStore as ZarrStore
 from ._check.explain import explain_sites as explain_sites
-from ._curvature.columns import filter_jacobian as filter_jacobian
-from ._curvature.curvature_matrices import (
+from ._curvature.directional import (
+    filter_ggnvp as filter_ggnvp,
+    filter_hvp as filter_hvp,
+    filter_linearize as filter_linearize,
+    filter_taylor_expand as filter_taylor_expand,
+)
+from ._curvature.jacobian import filter_jacobian as filter_jacobian
+from ._curvature.kfac import filter_kfac as filter_kfac
+from ._curvature.matrices import (
     filter_ggn as filter_ggn,
     filter_ggn_blocks as filter_ggn_blocks,
     filter_ggn_diagonal as filter_ggn_diagonal,
@@ -36,20 +43,12 @@ from ._curvature.curvature_matrices import (
     filter_hessian_blocks as filter_hessian_blocks,
     filter_hessian_diagonal as filter_hessian_diagonal,
 )
-from ._curvature.directional import (
-    filter_ggnvp as filter_ggnvp,
-    filter_hvp as filter_hvp,
-    filter_linearize as filter_linearize,
-    filter_taylor_expand as filter_taylor_expand,
-)
-from ._curvature.kfac import filter_kfac as filter_kfac
 from ._curvature.pytree import hessian_to_pytree as hessian_to_pytree
 from ._gradients.micro_grad import (
     filter_micro_grad as filter_micro_grad,
     filter_micro_value_and_grad as filter_micro_value_and_grad,
 )
 from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
-from ._kernels.on_host import open_kernel as open_kernel
 from ._kernels.reductions import (
     AbstractReduction as AbstractReduction,
     FrobeniusNorm as FrobeniusNorm,
@@ -58,6 +57,7 @@ from ._kernels.reductions import (
     TopK as TopK,
 )
 from ._kernels.solve import kernel_solve as kernel_solve
+from ._kernels.stored import open_kernel as open_kernel
 from ._maps.grid_vmap import filter_grid_vmap as filter_grid_vmap, grid as grid
 from ._maps.micro_vmap import (
     filter_micro_vmap as filter_micro_vmap,
@@ -87,15 +87,15 @@ _OPERATORS = {
     "GGNOperator": "eqxbatch._curvature.operators",
     "HessianOperator": "eqxbatch._curvature.operators",
     "KernelOperator": "eqxbatch._kernels.operator",
-    "KroneckerOperator": "eqxbatch._curvature.operators",
+    "KroneckerOperator": "eqxbatch._curvature.kronecker_operator",
 }
 
 
 if _typing.TYPE_CHECKING:
+    from ._curvature.kronecker_operator import KroneckerOperator as KroneckerOperator
     from ._curvature.operators import (
         GGNOperator as GGNOperator,
         HessianOperator as HessianOperator,
-        KroneckerOperator as KroneckerOperator,
     )
     from ._kernels.operator import KernelOperator as KernelOperator
 

@@ -1,17 +1,17 @@
 """What functions of this package return: for annotations and `isinstance`."""
 
-from ._batch.accumulators import MeanAndVariance as MeanAndVariance
-from ._batch.stream import StreamState as StreamState
+from ._batch.stream_state import StreamState as StreamState
+from ._batch.sums import MeanAndVariance as MeanAndVariance
 from ._curvature.directional import TaylorExpansion as TaylorExpansion
-from ._curvature.kfac import KroneckerFactors as KroneckerFactors
+from ._curvature.kronecker_factors import KroneckerFactors as KroneckerFactors
 from ._curvature.pytree import Unravel as Unravel
-from ._gradients.micro_grad import (
+from ._gradients.gradient import (
     GradientMoments as GradientMoments,
     GradientStatistics as GradientStatistics,
 )
-from ._kernels.on_host import SymmetricArray as SymmetricArray
 from ._kernels.reductions import Neighbours as Neighbours
 from ._kernels.solve import KernelSolution as KernelSolution
+from ._kernels.stored import SymmetricArray as SymmetricArray
 from ._ntk.empirical import KernelEstimate as KernelEstimate
 from ._ntk.monte_carlo import MonteCarloEstimate as MonteCarloEstimate
 from ._ntk.parameterise import NTKLayer as NTKLayer

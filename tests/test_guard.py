@@ -121,6 +121,9 @@ def is_of_other_versions():
     return f"Traced with {', '.join(found)}." != TABLE.read_text().splitlines()[0]
 
 
+# For whoever changes the structure: an upgrade of a dependency may change programs,
+# too, and in one run of dozens, the program of one call had two equations less.
+@pytest.mark.matrix
 @pytest.mark.skipif(is_of_other_versions(), reason="the table is of other versions")
 def test_programs_of_many_calls():
     root = TABLE.parents[2]

@@ -30,7 +30,7 @@ from eqxbatch import (
     MemoryBudget,
 )
 from eqxbatch._kernels import batch_kernel
-from eqxbatch._ntk import empirical
+from eqxbatch._ntk import estimator
 from .helpers import drawn, make_mesh
 
 
@@ -181,7 +181,7 @@ def test_programs_of_a_kernel_share_the_trace_of_its_model(place):
 )
 def test_later_calls_of_a_kernel_make_no_sides(kernel, monkeypatch):
     expected = kernel(X, X + 1)
-    for part in (batch_kernel, empirical):
+    for part in (batch_kernel, estimator):
         monkeypatch.setattr(part, "make_sides", None)
     assert jnp.array_equal(kernel(X, X + 1), expected)
     with pytest.raises(TypeError, match="NoneType"):

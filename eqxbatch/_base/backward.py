@@ -18,20 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .jaxprs import (
-    callee,
+from .jaxprs import callee, inner_programs, run_equations
+from .primitives import (
     IDENTITIES,
-    inner_programs,
     is_unknown_object,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
     name_of,
     parameters,
-    run_equations,
-    scan_sizes,
 )
 from .trees import safe_zip
+from .versions import scan_sizes
 
 
 # The kind of a value with respect to the cotangents.

@@ -1,263 +1,28 @@
 """Checks of what users pass, and the errors that these raise.
 
-`check_types` compares arguments with their annotations. The other functions here each
-raise one kind of error. Every message names the argument, what was passed, what was
-expected, and the remedy if there is a known one. Common first
-mistakes have messages of their own.
-
-`JAXTYPING_DISABLE=1` switches off the checks of types, except for those of settings.
+Each function here raises one kind of error. Every message names the argument, what was
+passed, what was expected, and the remedy if there is a known one. Common first mistakes
+in calls have messages of their own.
 """
 
-import collections.abc
-import dataclasses
 import difflib
 import functools
 import inspect
 import itertools
 import operator
-import re
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, get_args, get_origin, Literal, TypeVar, Union
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import AbstractArray, Array, config, jaxtyped, PyTree
+from jaxtyping import PyTree
 
 from .trees import described, shown
-
-
-_Function = TypeVar("_Function", bound=Callable)
-
-
-# Everything that is accepted as a JAX array.
-AnyArray = Array | np.ndarray | np.generic
-
-
-def check_types(
-    values: Mapping[str, Any],
-    hints: Mapping[str, Any],
-    remedies: Mapping[str, str] | None = None,
-    *,
-    always: bool = False,
-) -> None:
-    """Raises if values do not match their annotations.
-
-    Names of sizes in annotations of arrays are the same in all `values`. With `always`,
-    values are checked although checks are switched off.
-
-    Raises `ValueError` for an array of another shape and for an unknown string, and
-    `TypeError` for anything else.
-    """
-    is_on = always or not config.jaxtyping_disable
-    with jaxtyped("context"):
-        for name, value in values.items():
-            hint = hints.get(name, Any)
-            if get_origin(hint) is Literal and isinstance(value, str):
-                check_one_of(name, value, get_args(hint))
-            elif is_on and not fits(value, hint):
-                raise _mismatch(name, values, hint, (remedies or {}).get(name, ""))
-
-
-def _mismatch(
-    name: str, values: Mapping[str, Any], hint: Any, remedy: str
-) -> TypeError | ValueError:
-    value = values[name]
-    are_numbers = isinstance(value, (list, tuple, int, float, complex))
-    what = name if " " in name else f"`{name}`"
-    message = f"{what} must be {text_of(hint)}; got {described(value)}"
-    is_shape = any(fits(value, wide) for wide in _of_any_shape(hint))
-    if is_shape:
-        arrays = {key: x for key, x in values.items() if hasattr(x, "shape")}
-        shapes = [f"`{key}` of shape {x.shape}" for key, x in arrays.items()]
-        others = shapes[: [*arrays].index(name)] if name in arrays else shapes
-        message += f", with {' and '.join(others)}" * bool(others)
-    elif not remedy and any(map(_is_array_hint, _options(hint))) and are_numbers:
-        remedy = "Make an array of it with `jax.numpy.asarray`."
-    error = ValueError if is_shape else TypeError
-    return error(f"{message}. {remedy}".rstrip())
-
-
-def check_fields(module: Any) -> None:
-    """Raises if fields of a module do not match their annotations."""
-    fields = {field.name: field for field in dataclasses.fields(module)}
-    values = {name: getattr(module, name) for name in fields}
-    # Structs can replace arrays if only shapes are needed.
-    values = {
-        name: value
-        for name, value in values.items()
-        if value is not fields[name].default
-        and not isinstance(value, jax.ShapeDtypeStruct)
-    }
-    check_types(values, {name: field.type for name, field in fields.items()})
-
-
-def as_jax(x: Any) -> Any:
-    """Converts NumPy arrays to JAX arrays, and leaves everything else to checks."""
-    if not isinstance(x, np.ndarray):
-        return x
-    check_unmasked(x)
-    # JAX reads NumPy arrays later, when their owner may have changed them. A copy for
-    # that would stay until then, and may be as large as all examples.
-    return jax.block_until_ready(jnp.array(x))
-
-
-def check_unmasked(x: Any) -> None:
-    """Raises `ValueError` if an array has masked entries, of which copies know nothing.
-
-    JAX raises for them only where it makes no copy.
-    """
-    if np.ma.is_masked(x):
-        raise ValueError(
-            "Arrays must not have masked entries, which stand for no number; got "
-            f"{shown(x)}. Fill them by `numpy.ma.filled(array, value)`, also those "
-            "that a loader or a slice returns."
-        )
-
-
-def fits(value: Any, hint: Any) -> bool:
-    """Whether a value matches an annotation."""
-    options = _options(hint)
-    if Any in options:
-        return True
-    if {*options} >= {*get_args(DTypeLike)}:
-        return _is_dtype(value) or (value is None and type(None) in options)
-    # `beartype` takes a bool for an int.
-    if isinstance(value, (bool, np.bool_)) and not {bool, np.bool_, object} & {
-        *options
-    }:
-        options = tuple(x for x in options if x not in (int, float))
-    if (
-        int in options
-        and not isinstance(value, jax.Array)
-        and as_int(value) is not None
-    ):
-        return True
-    return any(_is_bearable(value, option) for option in options)
-
-
-_UNIONS = (Union, types.UnionType)
-
-
-def _options(hint: Any) -> tuple:
-    """The members of a union, or the annotation itself."""
-    return get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
-
-
-def _is_bearable(value: Any, hint: Any) -> bool:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint in (bool, float):
-        scalars = (bool, np.bool_) if hint is bool else (float, int, *_NUMPY_REALS)
-        return isinstance(value, scalars)
-    if isinstance(hint, type) and origin is None:
-        return isinstance(value, hint)
-    if origin is collections.abc.Callable or hint is collections.abc.Callable:
-        return callable(value)
-    if origin in (tuple, list, collections.abc.Sequence):
-        # `beartype` looks at one of many entries only.
-        is_open = origin is not tuple or arguments[-1] is ...
-        if not isinstance(value, origin if is_open else tuple):
-            return False
-        entries = arguments[:1] * len(value) if is_open else arguments
-        return len(entries) == len(value) and all(map(fits, value, entries))
-    if origin is dict and isinstance(value, dict):
-        return all(fits(pair, tuple[arguments]) for pair in value.items())
-    # Importing beartype takes longer than most checks.
-    from beartype.door import is_bearable
-
-    return is_bearable(value, hint)
-
-
-_NUMPY_REALS = (np.floating, np.integer)
-
-
-def _is_dtype(value: Any) -> bool:
-    # NumPy accepts anything with a dtype as a dtype, including arrays.
-    if value is None or (hasattr(value, "shape") and not isinstance(value, np.dtype)):
-        return False
-    try:
-        jnp.dtype(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _is_array_hint(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, AbstractArray)
-
-
-def _of_any_shape(hint: Any) -> list[Any]:
-    """The annotations of arrays in `hint`, for arrays of any shape."""
-    if get_origin(hint) in _UNIONS:
-        return [wide for option in get_args(hint) for wide in _of_any_shape(option)]
-    if _is_array_hint(hint):
-        return [hint.dtype[hint.array_type, "..."]]
-    leaf = getattr(hint, "leaftype", None)
-    return [] if leaf is None else [PyTree[wide] for wide in _of_any_shape(leaf)]
-
-
-def text_of(hint: Any) -> str:
-    """An annotation as it is written, without the names of modules."""
-    if get_origin(hint) in _UNIONS:
-        if {*get_args(hint)} >= {*get_args(DTypeLike)}:
-            return "a dtype"
-        # Annotations of JAX arrays also cover those of NumPy.
-        texts = [text_of(option) for option in get_args(hint)]
-        return " | ".join(dict.fromkeys(x for x in texts if x not in _SCALARS))
-    if _is_array_hint(hint):
-        return f'{hint.dtype.__name__}[Array, "{hint.dim_str.strip()}"]'
-    if get_origin(hint) is Literal:
-        return " | ".join(map(repr, get_args(hint)))
-    if get_origin(hint) is collections.abc.Callable:
-        return "Callable"
-    if hint is type(None):
-        return "None"
-    text = hint.__name__ if isinstance(hint, type) else str(hint)
-    text = re.sub(r"[A-Za-z_][\w.]*\.(?=[A-Za-z_])", "", text)
-    return re.sub(r"<class '(\w+)'>", r"\1", text)
-
-
-_SCALARS = ("ndarray", "generic")
-
-
-def checked(
-    fun: _Function,
-    remedies: dict[str, str] | None = None,
-    but: Sequence[str] = (),
-    *,
-    always: bool = False,
-) -> _Function:
-    """Wraps a function that users call to check its arguments' types.
-
-    `remedies` are appended to messages about arguments. Arguments named in `but` are
-    not checked. `always` is as for `check_types`.
-    """
-    signature = inspect.signature(fun)
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    hints = {
-        name: parameter.annotation
-        for name, parameter in signature.parameters.items()
-        if parameter.annotation is not parameter.empty
-        and parameter.kind not in kinds
-        and name not in but
-    }
-    public = fun.__qualname__.removesuffix(".__init__")
-
-    @functools.wraps(fun)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        values = bound_arguments(public, signature, args, kwargs)
-        known = {name: values[name] for name in hints if name in values}
-        check_types(known, hints, remedies, always=always)
-        return fun(*args, **kwargs)
-
-    return wrapper  # pyright: ignore[reportReturnType]
 
 
 def check_one_of(name: str, value: Any, options: Sequence[Any]) -> None:
@@ -330,14 +95,6 @@ def as_int(x: Any) -> int | None:
         return operator.index(x)
     except TypeError:
         return None
-
-
-# The names of block sizes, one of which is meant by `batch_size` and the like.
-_SIZES = ("microbatch_size", "block_size", "samples_per_batch")
-
-
-# What `neural_tangents` calls settings.
-_NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
 
 
 # What may lie between a line of a user and this package.
@@ -457,6 +214,44 @@ def without_layers(trace: types.TracebackType | None) -> types.TracebackType | N
             place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
             trace = types.TracebackType(trace, *place)
     return trace
+
+
+NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
+
+
+def has_numbers(x: Any) -> bool:
+    """Whether `x` is a (possibly nested) list or tuple of numbers only."""
+    leaves = jtu.tree_leaves(x)
+    is_number = lambda leaf: isinstance(leaf, (int, float, complex))
+    return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
+
+
+def is_one_key(x: Any) -> bool:
+    """Whether `x` looks like a single PRNG key, typed or not."""
+    if not isinstance(x, jax.Array):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.shape == ()
+    return x.shape == (2,) and x.dtype == jnp.uint32
+
+
+def key_remedy(name: str, num: int | None) -> str:
+    """The remedy for one PRNG key instead of one for each example."""
+    num_keys = "n" if num is None else num
+    of = "" if num is None else f" {num}"
+    return (
+        f"{name} looks like one PRNG key, and each example needs its own: give "
+        f"`jax.random.split(key, {num_keys})` for the{of} examples, or None in "
+        "`in_axes` if all are to have the same."
+    )
+
+
+# The names of block sizes, one of which is meant by `batch_size` and the like.
+_SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+# What `neural_tangents` calls settings.
+_NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
 
 
 def bound_arguments(
@@ -599,33 +394,3 @@ def _takes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
-
-
-def has_numbers(x: Any) -> bool:
-    """Whether `x` is a (possibly nested) list or tuple of numbers only."""
-    leaves = jtu.tree_leaves(x)
-    is_number = lambda leaf: isinstance(leaf, (int, float, complex))
-    return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
-
-
-def is_one_key(x: Any) -> bool:
-    """Whether `x` looks like a single PRNG key, typed or not."""
-    if not isinstance(x, jax.Array):
-        return False
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x.shape == ()
-    return x.shape == (2,) and x.dtype == jnp.uint32
-
-
-def key_remedy(name: str, num: int | None) -> str:
-    """The remedy for one PRNG key instead of one for each example."""
-    num_keys = "n" if num is None else num
-    of = "" if num is None else f" {num}"
-    return (
-        f"{name} looks like one PRNG key, and each example needs its own: give "
-        f"`jax.random.split(key, {num_keys})` for the{of} examples, or None in "
-        "`in_axes` if all are to have the same."
-    )

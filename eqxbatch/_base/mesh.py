@@ -25,18 +25,11 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .jaxprs import (
-    constants,
-    dependent_equations,
-    equations_in,
-    inner_programs,
-    name_of,
-    parameters,
-    vary,
-    varying,
-)
+from .jaxprs import constants, dependent_equations, equations_in, inner_programs
+from .primitives import name_of, parameters
+from .structs import vary
 from .trees import safe_zip
-from .versions import partitions
+from .versions import partitions, varying
 
 
 def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:

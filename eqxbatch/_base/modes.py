@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .backward import custom_backward
-from .jaxprs import equations_in, is_unknown_object, name_of
+from .jaxprs import equations_in
+from .primitives import is_unknown_object, name_of
 from .traced_function import TracedFunction
 from .versions import Closed
 

@@ -15,16 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .jaxprs import (
-    as_remat,
-    callee,
-    evaluate_with,
-    is_remat,
-    name_of,
-    run_equation,
-    scan_sizes,
-)
+from .jaxprs import as_remat, callee, evaluate_with, run_equation
+from .primitives import is_remat, name_of
 from .trees import safe_zip
+from .versions import scan_sizes
 
 
 def is_narrow_dtype(dtype: Any) -> bool:

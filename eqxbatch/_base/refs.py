@@ -17,18 +17,10 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array
 
-from .jaxprs import (
-    as_remat,
-    callee,
-    evaluate_with,
-    inner_jaxprs,
-    is_remat,
-    name_of,
-    scan_sizes,
-    source_line,
-)
+from .jaxprs import as_remat, callee, evaluate_with, inner_jaxprs, source_line
+from .primitives import is_remat, name_of
 from .trees import safe_zip
-from .versions import is_ref, is_type_of_ref
+from .versions import is_ref, is_type_of_ref, scan_sizes
 
 
 def without_refs(closed: Any) -> Any:

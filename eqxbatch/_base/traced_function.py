@@ -11,17 +11,11 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .backward import custom_backward, CustomBackward
-from .jaxprs import (
-    array_structs,
-    depends,
-    full_varying_as,
-    run_jaxpr,
-    uses_dtype,
-    with_arrays,
-)
+from .jaxprs import depends, run_jaxpr, uses_dtype
 from .narrow import wide, without_narrow_casts
 from .ragged import with_mapped_products
 from .refs import without_refs
+from .structs import array_structs, full_varying_as, with_arrays
 from .trees import safe_zip
 
 

@@ -3,13 +3,13 @@
 No other file asks which version there is, or looks in JAX for what only some versions
 have; a test sees to that. The first line of a comment says from which lowest supported
 version on a function can go, or a line of it. Names of primitives that some versions
-have are in the table of `jaxprs.py`.
+have are in the table of `primitives.py`.
 
 Some code elsewhere is as it is for older versions:
 
-- `_reshape` in `batch.py` names the sharding of each result. Before JAX 0.10, it has to
-  be named where an axis is split and another one has size one.
-- `_full_and_rest` in `batch.py` makes no empty piece, and `_drawn` in `monte_carlo.py`
+- `_reshape` in `blocks.py` names the sharding of each result. Before JAX 0.10, it has
+  to be named where an axis is split and another one has size one.
+- `_full_and_rest` in `blocks.py` makes no empty piece, and `_drawn` in `average.py`
   folds in a key outside of a condition: JAX 0.7 cannot differentiate these.
 - `run_blocks` in `loop.py` asks again for the types of results on a mesh. Before JAX
   0.10, `jax.make_jaxpr` does not say how they are sharded.

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 
-from .._base.checks import check_fields, check_types
 from .._base.trees import import_extra
+from .._base.types import check_fields, check_types
 
 
 _State = TypeVar("_State")

@@ -5,70 +5,66 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
-from .._base.checks import check_at_least, check_equal, check_types, warn_user
-from .._base.jaxprs import is_struct
-from .._base.mesh import is_explicit, names_of
-from .._base.platforms import compiled
-from .._base.trees import described, difference, shown, with_shapes_of_arrays
-from .._base.versions import partitions
-from .accumulators import AbstractAccumulator, AbstractTotal, Concat
-from .batch import as_numpy, copied, has_rows, is_stored, read_rows, resolved
-from .loop import canonicalise, is_accumulator, of_passes, Pass, Passes
+from .._base.checks import check_at_least, check_equal, warn_user
+from .._base.mesh import is_explicit
+from .._base.structs import is_struct
+from .._base.trees import described, difference, with_shapes_of_arrays
+from .batches import (
+    arguments_of,
+    concatenated,
+    fetched_rows,
+    iterate,
+    kind_of,
+    length_of,
+    naming_batch,
+    put_on_devices,
+    Slices,
+    struct_of,
+    write_rows,
+)
+from .fingerprint import digest, fingerprint
+from .memory import resolved
 from .progress import AbstractProgressMeter, as_meter, metered
+from .reading import copied, is_stored
 from .store import (
     AbstractStore,
     AbstractWriter,
-    as_store,
     Chunk,
-    digest,
-    fingerprint,
     IN_FLIGHT,
     in_threads,
-    Store,
     StoredArray,
 )
+from .stream_state import (
+    applied,
+    begun,
+    check_state,
+    finished,
+    first_leaf,
+    reductions_of,
+    RowsOfBatches,
+    StreamState,
+    updated,
+    with_rows,
+)
+from .sums import AbstractTotal
 from .transform import (
     AbstractMicrobatched,
     AbstractTransform,
     also_decorator,
-    on_their_mesh,
 )
-
-
-class StreamState(eqx.Module):
-    """What [`eqxbatch.over_batches`][] knows of the batches so far.
-
-    It is a PyTree of arrays, which can be saved with `equinox.tree_serialise_leaves`.
-
-    - `passes`: the passes over all batches: two for K-FAC with `corrected=True`, and
-        one for everything else. Each has `num_examples`, and the `states` of its
-        accumulators.
-    - `treedef`, `leaves`: the structure and the types of the first batch.
-    """
-
-    passes: list[Pass]
-    treedef: Any = eqx.field(static=True)
-    leaves: tuple = eqx.field(static=True)
-
-    @property
-    def batch(self) -> tuple:
-        """A batch with the types of the first one, with structs for its arrays."""
-        return jtu.tree_unflatten(self.treedef, self.leaves)
+from .zarr_store import as_store, Store
 
 
 def _as_store(store: Store | None) -> AbstractStore | None:
@@ -208,7 +204,7 @@ class OverBatches(AbstractTransform):
                 "together, and a store without `upper_only`; got "
                 f"`batch_size={size}` and {store}."
             )
-        reductions = _reductions(transform)
+        reductions = reductions_of(transform)
         others = [x for x in reductions if not isinstance(x, AbstractTotal)]
         if self.weighted and (others or not reductions):
             raise ValueError(
@@ -218,8 +214,8 @@ class OverBatches(AbstractTransform):
         has_weights = lambda x: getattr(x, "weights", None) is not None
         of_batch = {
             "num_real_microbatches": getattr(transform, "num_real_microbatches", None),
-            "clip_norm": _first(getattr(transform, "clip_norm", None), np.ndim),
-            "weights": _first(reductions, has_weights),
+            "clip_norm": first_leaf(getattr(transform, "clip_norm", None), np.ndim),
+            "weights": first_leaf(reductions, has_weights),
         }
         for name, value in of_batch.items():
             if value is not None:
@@ -235,14 +231,14 @@ class OverBatches(AbstractTransform):
     def init(self, *args: Any) -> StreamState:
         """The state before the first batch, the last argument."""
         *leading, batch = args
-        if self.weighted and len(_arguments(batch)) < 2:
+        if self.weighted and len(arguments_of(batch)) < 2:
             raise ValueError(
                 "With `weighted=True`, a batch must be a tuple or list that has the "
                 f"weights of its examples last, such as `(x, weights)`; got "
                 f"{described(batch)}."
             )
         batch = self._moved(batch)
-        leaves, treedef = jtu.tree_flatten(jtu.tree_map(_struct, batch))
+        leaves, treedef = jtu.tree_flatten(jtu.tree_map(struct_of, batch))
         args = tuple(leading), batch
         arrays = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
         mesh = next((x.sharding.mesh for x in arrays if is_explicit(x)), None)
@@ -254,7 +250,7 @@ class OverBatches(AbstractTransform):
             else jax.set_mesh(mesh)
         )
         with around:
-            passes = _begun(self._transform, args, self.weighted)
+            passes = begun(self._transform, args, self.weighted)
         if not passes:
             raise TypeError(
                 f"`over_batches` takes a transform that accumulates over a batch, and "
@@ -284,7 +280,7 @@ class OverBatches(AbstractTransform):
 
     def _ready(self, state: StreamState, args: tuple, number: int) -> Callable:
         """A function that adds a batch to the state."""
-        _check_state(state)
+        check_state(state)
         num = len(state.passes)
         if number not in range(num):
             raise ValueError(
@@ -293,8 +289,8 @@ class OverBatches(AbstractTransform):
             )
         *leading, batch = args
         batch = self._moved(batch)
-        form = [_kind(x) for x in jtu.tree_leaves(batch)]
-        expected = [_kind(x) for x in jtu.tree_leaves(state.batch)]
+        form = [kind_of(x) for x in jtu.tree_leaves(batch)]
+        expected = [kind_of(x) for x in jtu.tree_leaves(state.batch)]
         if jtu.tree_structure(batch) != state.treedef or form != expected:
             remedy = " Batches are one argument, the last: give `(x, y)` for several."
             raise ValueError(
@@ -306,14 +302,14 @@ class OverBatches(AbstractTransform):
         call = self._transform, (tuple(leading), batch), self.weighted, number
 
         def add() -> tuple[StreamState, list[Array]]:
-            passes, rows = _updated(call, state.passes)
+            passes, rows = updated(call, state.passes)
             return dataclasses.replace(state, passes=passes), rows
 
         return add
 
     def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
         """The result for all batches."""
-        _check_state(state)
+        check_state(state)
         counts = [x.num_examples for x in state.passes]
         if not any(isinstance(x, Tracer) for x in counts):
             numbers = [*map(int, counts)]
@@ -328,7 +324,7 @@ class OverBatches(AbstractTransform):
         result, rows = self._finished(state, leading), [*rows]
 
         def place(x: Any) -> Any:
-            if not isinstance(x, _Rows):
+            if not isinstance(x, RowsOfBatches):
                 return x
             if len(rows) <= x.number:
                 raise ValueError(
@@ -341,7 +337,7 @@ class OverBatches(AbstractTransform):
         return with_shapes_of_arrays(jtu.tree_map(place, result))
 
     def _finished(self, state: StreamState, leading: tuple) -> Any:
-        return _finished(self._transform, tuple(leading), state, self.weighted)
+        return finished(self._transform, tuple(leading), state, self.weighted)
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         *leading, batches = args
@@ -358,7 +354,7 @@ class OverBatches(AbstractTransform):
                     "empty. A generator is, once it has run: make it anew."
                 )
             if state is None:
-                with _about(0):
+                with naming_batch(0):
                     state = self.init(*leading, batch)
             if len(state.passes) > 1 and isinstance(batches, Iterator):
                 raise ValueError(
@@ -366,24 +362,24 @@ class OverBatches(AbstractTransform):
                     "batches, but `batches` is an iterator, which has one. Pass a "
                     "list, or a loader that can be iterated again."
                 )
-            with _about(index):
+            with naming_batch(index):
                 add = self._ready(state, (*leading, batch), number)
             while batch is not None:
-                with _about(index):
+                with naming_batch(index):
                     state, new = add()
                 # The next batch is loaded and checked while this one is computed.
                 if is_users:
                     jax.block_until_ready(state)
                 batch, is_users = next(upcoming, _NO_BATCH)
                 if batch is not None:
-                    with _about(index + 1):
+                    with naming_batch(index + 1):
                         add = self._ready(state, (*leading, batch), number)
-                with _about(index):
+                with naming_batch(index):
                     jax.block_until_ready(state)
-                rows.append(_fetched(new))
+                rows.append(fetched_rows(new))
                 index += 1
             number += 1
-        joined = [*map(_joined, zip(*rows, strict=True))]
+        joined = [*map(concatenated, zip(*rows, strict=True))]
         return self.finish(state, *leading, rows=joined)
 
     def _check_batches(self, leading: list, batches: Any) -> None:
@@ -414,20 +410,20 @@ class OverBatches(AbstractTransform):
                 "Rows are stored by a loop in Python, which cannot be within `jax.jit` "
                 "or the like. Call it outside of them."
             )
-        batches = _Slices(examples, self.batch_size)
-        with _about(0):
+        batches = Slices(examples, self.batch_size)
+        with naming_batch(0):
             batch = self._moved(batches[0], np.asarray)
             state = self.init(*leading, batch)
         result = self._finished(state, leading)
         leaves = jtu.tree_leaves(result)
-        rows = [x for x in leaves if isinstance(x, _Rows)]
+        rows = [x for x in leaves if isinstance(x, RowsOfBatches)]
         is_other = any(map(eqx.is_array, leaves)) or any(x.axis for x in rows)
         if is_other or not rows:
             raise ValueError(
                 "`store` is for results with a row for each example, along axis 0. "
                 f"{self.transform} has others: compute them without a `store`."
             )
-        update = functools.partial(_applied, _with_rows)
+        update = functools.partial(applied, with_rows)
         args = leading, batch
         call = self._transform, args, self.weighted, state.passes, 0
         program, (_, structs), _ = eqx.filter_make_jaxpr(update)(*call)
@@ -448,13 +444,13 @@ class OverBatches(AbstractTransform):
         chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
 
         def source(chunk: Chunk) -> str:
-            with _about(chunk.index[0]):
+            with naming_batch(chunk.index[0]):
                 return digest(batches[chunk.index[0]])
 
         def computed(writer: AbstractWriter, numbers: list[int]) -> Iterator[tuple]:
             nonlocal state
             for number in numbers:
-                with _about(number):
+                with naming_batch(number):
                     batch = batches[number]
                     moved = self._moved(batch, np.asarray)
                     state, rows = self.update(state, *leading, moved)
@@ -470,7 +466,7 @@ class OverBatches(AbstractTransform):
                 missing = sorted({x.index[0] for x in writer.missing(share, source)})
                 total = len({x.index[0] for x in share})
                 meter = self.progress if is_own else None
-                writes = in_threads(_written, computed(writer, missing), IN_FLIGHT)
+                writes = in_threads(write_rows, computed(writer, missing), IN_FLIGHT)
                 with (
                     metered(meter, total, total - len(missing)) as step,
                     contextlib.closing(writes),
@@ -491,8 +487,8 @@ class OverBatches(AbstractTransform):
 
         A loader may use its memory for the next batch, which `of_host` copies.
         """
-        put = functools.partial(_put, self.sharding, of_host)
-        return jtu.tree_map(put, _arguments(batch))
+        put = functools.partial(put_on_devices, self.sharding, of_host)
+        return jtu.tree_map(put, arguments_of(batch))
 
     def _each(self, batches: Any) -> Iterator[tuple[tuple, bool]]:
         """The batches on the device, and whether a loader may still write to them.
@@ -503,13 +499,13 @@ class OverBatches(AbstractTransform):
         is_shared = not isinstance(batches, (list, tuple))
         if self.batch_size is not None:
             # What is on disk was copied as it was read.
-            batches, of_host = _Slices(batches, self.batch_size), np.asarray
+            batches, of_host = Slices(batches, self.batch_size), np.asarray
             is_shared = False
-        iterator, promised = _iterated(batches), _length(batches)
+        iterator, promised = iterate(batches), length_of(batches)
         hint = operator.length_hint(batches) or None
         with metered(self.progress, hint, 0) as step:
             for i in itertools.count():
-                with _about(i):
+                with naming_batch(i):
                     batch = next(iterator, _END)
                     if batch is _END:
                         # No error, because some loaders only estimate their length.
@@ -532,250 +528,6 @@ _END: Any = object()
 
 
 _NO_BATCH: Any = (None, False)
-
-
-def _arguments(batch: Any) -> tuple:
-    """The arguments that a batch is.
-
-    A tuple or list is several. What JAX knows as a structure of another kind is one: a
-    NamedTuple, or a class that is registered as a PyTree.
-    """
-    if not isinstance(batch, (tuple, list)):
-        return (batch,)
-    is_plain = type(batch) in (tuple, list) or jtu.all_leaves([batch])
-    return tuple(batch) if is_plain else (batch,)
-
-
-def _iterated(batches: Any) -> Iterator[Any]:
-    """Iterates over batches, so that no error of a reader is taken for their end.
-
-    Python takes an `IndexError` for the end of what has no `__iter__`, and of each
-    subclass of `Sequence`.
-    """
-    if getattr(type(batches), "__iter__", None) not in (None, Sequence.__iter__):
-        return iter(batches)
-    num = _length(batches)
-    return iter(batches) if num is None else (batches[i] for i in range(num))
-
-
-def _length(batches: Any) -> int | None:
-    try:
-        return len(batches)
-    except TypeError:
-        return None
-
-
-def _put(sharding: Sharding | None, of_host: Callable, x: Any) -> Any:
-    """An array on the devices; everything else as it is."""
-    if not hasattr(x, "__array__"):
-        return x
-    if not isinstance(x, jax.Array):
-        x = of_host(as_numpy(x))
-        if sharding is not None:
-            whole = _fitting(sharding, x)
-            return jax.make_array_from_process_local_data(whole, x)
-        return jax.device_put(x)
-    return x if sharding is None else jax.device_put(x, _fitting(sharding, x))
-
-
-@contextlib.contextmanager
-def _about(number: int) -> Iterator[None]:
-    """Names a batch in errors."""
-    try:
-        yield
-    except Exception as e:
-        e.add_note(f"This is about batch {number}, counted from 0.")
-        raise
-
-
-def _fitting(sharding: Sharding, x: Any) -> Sharding:
-    """A sharding, or all rows on each device if they cannot be shared equally."""
-    if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
-        names = names_of([*partitions(sharding.spec), None][0])
-        if x.shape[0] % math.prod(sharding.mesh.shape[name] for name in names):
-            return NamedSharding(sharding.mesh, PartitionSpec())
-    return sharding
-
-
-def _check_state(state: Any) -> None:
-    check_types({"state": state}, {"state": StreamState}, always=True)
-    arrays = [x for x in jtu.tree_leaves(state) if isinstance(x, jax.Array)]
-    if any(x.is_deleted() for x in arrays if not isinstance(x, Tracer)):
-        raise ValueError(
-            "`state` has no arrays any more: `update` reuses its memory. Go on with "
-            "the state that `update` returned, or copy it before."
-        )
-
-
-def _is_on_device(x: Array) -> bool:
-    """Whether NumPy has no such array."""
-    return isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    is_numpy = all(isinstance(x, np.ndarray) for x in parts)
-    return (np if is_numpy else jnp).concatenate(parts)
-
-
-def _fetched(rows: list[Array]) -> list[Any]:
-    """Rows of all processes, in host memory."""
-    if any(map(_is_on_device, rows)):
-        return [x if _is_on_device(x) else _fetched([x])[0] for x in rows]
-    if all(x.is_fully_addressable for x in rows):
-        return jax.device_get(rows)
-    return multihost_utils.process_allgather(rows, tiled=True)
-
-
-class _Slices:
-    """The rows of all examples, so many at a time; one batch if there are none."""
-
-    def __init__(self, examples: PyTree, size: int):
-        self._leaves, self._treedef = jtu.tree_flatten(examples)
-        others = [x for x in self._leaves if not has_rows(x)]
-        if others or not self._leaves:
-            got = described([*others, examples][0])
-            message = "`batches` must be arrays of rows, because `batch_size` is given"
-            raise TypeError(f"{message}; got {got}.")
-        self.total, self._size = self._leaves[0].shape[0], size
-        for x in self._leaves:
-            check_equal("The number of rows of each array", x.shape[0], self.total)
-
-    def __len__(self) -> int:
-        return max(1, -(-self.total // self._size))
-
-    def __getitem__(self, index: int) -> PyTree:
-        start = index * self._size
-        # Some readers refuse slices beyond the end.
-        stop = min(start + self._size, self.total)
-        rows = [read_rows(x, start, stop) for x in self._leaves]
-        for x, part in zip(self._leaves, rows, strict=True):
-            what = "The shape of the rows of a slice, as `shape` says,"
-            check_equal(what, part.shape[1:], tuple(x.shape[1:]))
-        return self._treedef.unflatten(rows)
-
-
-def _written(
-    writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
-) -> None:
-    """Writes the rows of a batch."""
-    source = digest(batch)
-    for i, x in enumerate(rows):
-        x = np.asarray(x)
-        writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
-
-
-def _struct(x: Any) -> Any:
-    if not eqx.is_array(x):
-        return x
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
-
-
-def _kind(x: Any) -> str:
-    """What all batches have in common in a leaf."""
-    if not eqx.is_array(x) and not is_struct(x):
-        return shown(x)
-    is_weak = getattr(x, "weak_type", False)
-    return f"{'weak ' * is_weak}{x.dtype} with {x.ndim} axes"
-
-
-def _first(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
-    leaves = jtu.tree_leaves(tree, is_leaf=is_accumulator)
-    return next((x for x in leaves if x is not None and condition(x)), None)
-
-
-_ACCUMULATORS = ("accumulator", "value_accumulator", "aux_accumulator")
-
-
-def _reductions(transform: AbstractTransform) -> list[AbstractAccumulator]:
-    """The accumulators of a transform that do not join rows."""
-    trees = [getattr(transform, name, None) for name in _ACCUMULATORS]
-    leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
-    return [x for x in leaves if x is not None and not isinstance(x, Concat)]
-
-
-def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform:
-    """A transform with other weights of the examples."""
-
-    def replaced(accumulator: Any) -> Any:
-        accumulator = canonicalise(accumulator)
-        if isinstance(accumulator, AbstractTotal):
-            return dataclasses.replace(accumulator, weights=weights)
-        return accumulator
-
-    changes = {
-        name: jtu.tree_map(replaced, getattr(transform, name), is_leaf=is_accumulator)
-        for name in _ACCUMULATORS
-        if hasattr(transform, name)
-    }
-    return dataclasses.replace(transform, **changes)
-
-
-# The arguments that all batches share, and a batch.
-_Arguments = tuple[tuple, tuple]
-
-
-def _applied(
-    select: Callable[[Any, Passes], PyTree],
-    transform: AbstractTransform,
-    args: _Arguments,
-    is_weighted: bool,
-    *of_passes_: Any,
-) -> PyTree:
-    """What `select` returns for the result of a call, and its passes."""
-
-    def run(transform: AbstractTransform, args: _Arguments, *rest: Any) -> PyTree:
-        leading, batch = args
-        shared = [x for x in jtu.tree_leaves(leading) if eqx.is_array(x)]
-        passes = Passes(*rest, shared=shared)
-        if is_weighted:
-            transform, batch = _weighted(transform, batch[-1]), batch[:-1]
-        with of_passes(passes):
-            return select(transform.apply((*leading, *batch), {}), passes)
-
-    specs = lambda *_: PartitionSpec()
-    return on_their_mesh(run, (transform, args, *of_passes_), specs)
-
-
-@compiled
-def _begun(
-    transform: AbstractTransform, args: _Arguments, is_weighted: bool
-) -> list[Pass]:
-    select = lambda _, passes: passes.after
-    return _applied(select, transform, args, is_weighted, None)
-
-
-@functools.partial(compiled, donate="all-except-first", waits=False)
-def _updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
-    return _applied(_with_rows, *call[:-1], before, call[-1])
-
-
-def _with_rows(_: Any, passes: Passes) -> tuple[list[Pass], list[Array]]:
-    """The passes with a batch, and its rows along axis 0."""
-    return passes.after, [jnp.moveaxis(x, axis, 0) for x, _, axis in passes.rows]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
-    """Stands for the rows of all batches: those of a path in the output, by number."""
-
-    number: int
-    path: str
-    axis: int
-
-
-@compiled
-def _finished(
-    transform: AbstractTransform, leading: tuple, state: StreamState, is_weighted: bool
-) -> Any:
-    # Of the batch, only the types matter.
-    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x
-    args = leading, jtu.tree_map(zeros, state.batch)
-
-    def select(result: PyTree, passes: Passes) -> PyTree:
-        places = {id(x[0]): _Rows(i, *x[1:]) for i, x in enumerate(passes.rows)}
-        return jtu.tree_map(lambda x: places.get(id(x), x), result)
-
-    return _applied(select, transform, args, is_weighted, state.passes)
 
 
 over_batches = also_decorator("over_batches", OverBatches)

@@ -30,7 +30,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Integer, PyTree
 
-from .._base.checks import bound_arguments, check_callable, check_types, check_unjitted
+from .._base.checks import bound_arguments, check_callable, check_unjitted
+from .._base.compile import compiled, number_types
 from .._base.mesh import (
     auto_sharded,
     check_reduced,
@@ -38,10 +39,12 @@ from .._base.mesh import (
     on_one_mesh,
     within_mesh,
 )
-from .._base.platforms import compiled, number_types
 from .._base.trees import shown
-from .batch import as_microbatch_size, Batch, Blocks, resolve_size, resolved, Size
-from .loop import current_passes, of_passes
+from .._base.types import check_types
+from .batch import Batch
+from .blocks import Blocks
+from .memory import as_microbatch_size, resolve_size, resolved, Size
+from .passes import current_passes, of_passes
 
 
 P = ParamSpec("P")

@@ -13,26 +13,25 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree, Real
 
-from .._base.checks import called, checked
+from .._base.checks import called
 from .._base.dtypes import as_real, common_dtype, is_complex
 from .._base.mesh import gathered
 from .._base.modes import without_forward_mode
 from .._base.platforms import for_platform, platform
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._base.types import checked
 from .._base.versions import double_precision
-from .._batch.accumulators import Sum
-from .._batch.batch import Batch, explained_failure, unbatched
-from .._batch.derivative import are_parameters, Loss, split_examples
-from .._curvature.curvature_matrices import (
-    filter_ggn,
-    filter_hessian,
-    filter_hessian_diagonal,
-)
+from .._batch.batch import Batch, unbatched
+from .._batch.loss import Loss, split_examples
+from .._batch.memory import explained_failure
+from .._batch.parameters import are_parameters
+from .._batch.sums import Sum
+from .._curvature.matrices import filter_ggn, filter_hessian, filter_hessian_diagonal
 from .._gradients.micro_grad import filter_micro_value_and_grad
 from .._ntk.empirical import EmpiricalNTK
+from .._sites.program import Program
 from .._sites.report import LeafCheck, report_of, SitesCheck, SitesReport
-from .._sites.trace import Program
 
 
 # The number of examples, and the number of outputs. Larger outputs are projected to
@@ -236,8 +235,8 @@ def _small_leaves(call: Call) -> list[bool]:
     program = Program(TracedFunction(call.value, call.leaves, call.one), order=2)
     for leaf in sorted(range(len(chosen)), key=lambda i: call.leaves[i].size):
         num = columns + call.leaves[leaf].size
-        more = perturbed | {site.perturbation for site in program.sites_of(leaf)}
-        num_at_sites = sum(program.perturbations[i].size for i in more)
+        more = perturbed | {site.perturbation for site in program.table.of(leaf)}
+        num_at_sites = sum(program.table.perturbations[i].size for i in more)
         if max(num, num_at_sites) <= _MOST_COLUMNS:
             chosen[leaf], columns, perturbed = True, num, more
     return chosen

@@ -15,17 +15,19 @@ import jax.tree_util as jtu
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from .._base.checks import check_at_least, check_callable, check_types
-from .._base.jaxprs import varying
+from .._base.checks import check_at_least, check_callable
 from .._base.mesh import spec_of, sum_except, vary_as
 from .._base.narrow import wide
 from .._base.trees import safe_zip, shown
-from .._batch.derivative import like_parameters, Loss
+from .._base.types import check_types
+from .._base.versions import varying
+from .._batch.derivative import like_parameters
+from .._batch.loss import Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .curvature_matrices import (
+from .fisher import AbstractOfOutputs
+from .functions import (
     AbstractCurvature,
     AbstractOfLoss,
-    AbstractOfOutputs,
     AbstractSecondOrder,
     GaussNewtonCurvature,
 )

@@ -3,174 +3,45 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, TYPE_CHECKING
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, PyTree, Real, Shaped
+from jaxtyping import Array, PyTree
 
-from .._base.dtypes import common_dtype, widened
-from .._base.jaxprs import varying
-from .._base.mesh import is_on_mesh, sum_except, vary_as
-from .._base.platforms import exact_products, num_bytes, platform, products_of
+from .._base.compile import num_bytes
+from .._base.mesh import sum_except
+from .._base.platforms import exact_products, platform, products_of
 from .._base.trees import safe_zip
-from .._batch.accumulators import Sum
-from .._batch.loop import accumulated, accumulated_sums, Rows
+from .._base.versions import varying
+from .._batch.loop import accumulated_sums
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
-from .._sites.factors import aligned, contract, EXAMPLE, Factors, gradients, Labels
-from .._sites.kronecker import AxisRoles, Layout, multiplied, Part, parts_of, uses_of
-from .._sites.report import table
-from .._sites.site import Label
-from .._sites.trace import Program
-from .by_sites import Kept, of_examples, pulled_back
-from .columns import AbstractReplicated
-from .curvature_matrices import AbstractFisher, GaussNewtonCurvature
+from .._sites.factors import Factors
+from .._sites.kronecker import multiplied, parts_of
+from .._sites.program import Directions, Program
+from .._sites.table import SiteTable
+from .fisher import AbstractFisher
+from .functions import GaussNewtonCurvature
+from .jacobian import AbstractReplicated
 from .pytree import leaves_of_parts, Unravel
 
 
 if TYPE_CHECKING:
-    from .operators import KroneckerOperator
+    pass
+from .kronecker_factors import KroneckerBlock, KroneckerFactors
+from .kronecker_sums import (
+    finished,
+    moment_sums,
+    part_sums,
+    VECTOR,
+    Weighing,
+    WeightSharing,
+)
 
 
 # There is always a batch here.
 _IF_WHOLE = "Give the function of one example."
-
-
-WeightSharing = Literal["expand", "reduce"]
-
-
-class KroneckerBlock(eqx.Module):
-    """A block that is a Kronecker product, or a block diagonal of several.
-
-    - `part`: names the parameters, and says why the block has this structure.
-    - `outputs`, `inputs`: the second moments of the cotangents and of the operands, of
-        shapes `(batch, outputs, outputs)` and `(batch, inputs, inputs)`, or
-        `(batch, inputs)` if the latter is diagonal. An exact or diagonal block is a
-        single factor, `inputs`, over all entries.
-    - `moments`: with `corrected=True`, the eigenvalues, of shape
-        `(batch, outputs, inputs)`. The eigenvectors are in `output_basis` and
-        `input_basis`.
-    """
-
-    part: Part = eqx.field(static=True)
-    outputs: Inexact[Array, "batch outputs outputs"] | None
-    inputs: Inexact[Array, "batch inputs *inputs"]
-    moments: Inexact[Array, "batch outputs inputs"] | None = None
-    output_basis: Inexact[Array, "batch outputs outputs"] | None = None
-    input_basis: Inexact[Array, "batch inputs inputs"] | None = None
-
-    @property
-    def matrix(self) -> Inexact[Array, "entries entries"]:
-        """An exact block."""
-        return self._only("block")
-
-    @property
-    def diagonal(self) -> Inexact[Array, " entries"]:
-        """The entries of a diagonal block."""
-        return self._only("diagonal")
-
-    def _only(self, structure: str) -> Array:
-        if self.part.structure != structure:
-            raise AttributeError(f"The structure of this block is {self.part}.")
-        return self.inputs[0]
-
-    def eigenvectors(self) -> list[tuple[Array, Array | None]]:
-        """Eigenvalues and eigenvectors of the factors of outputs and inputs.
-
-        For a diagonal factor, or for one that is missing, eigenvalues are in the order
-        of the entries, and there is no array of eigenvectors.
-        """
-        outputs = jnp.ones((1, 1), self.inputs.dtype)
-        outputs = outputs if self.outputs is None else self.outputs
-        factors = (outputs, self.inputs)
-        return [(x, None) if x.ndim == 2 else jnp.linalg.eigh(x) for x in factors]
-
-
-class KroneckerFactors(eqx.Module):
-    """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
-
-    This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be
-    averaged over steps with `optax.incremental_update` (unless `corrected=True`), saved
-    with `equinox.tree_serialise_leaves`, sharded, and passed to functions under
-    `jax.jit`.
-
-    - `blocks`: one block for each weight (together with its bias if that counts as one
-        more input), and one for each other array. A Kronecker block has two factors:
-        `outputs`, the second moments of the gradients of the layer's outputs, of shape
-        `(batch, rows, rows)`, and `inputs`, the second moments of the inputs, of shape
-        `(batch, columns, columns)`, or `(batch, columns)` if they are diagonal, as for
-        an embedding. `batch` is the number of stacked matrices, such as the groups of a
-        convolution. With `corrected=True`, `moments` are the eigenvalues, of shape
-        `(batch, rows, columns)`. An exact block has a `matrix`, and a diagonal block a
-        `diagonal`. The `part` of each block says which structure it has, and why, if it
-        is not a Kronecker product.
-    - `unravel`: an [`eqxbatch.results.Unravel`][], which turns vectors into PyTrees of
-        parameters.
-    - `is_semidefinite`: whether the matrix is known to be positive semidefinite, as it
-        is with `fisher="mc"` or `"empirical"` and without `weights`.
-
-    `print` shows a table of the blocks with the sizes of their factors.
-
-    !!! example
-
-        ```python
-        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
-        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
-        >>> factors = eqxbatch.filter_kfac(
-        ...     lambda model, x, label: model(x),
-        ...     lambda logits, x, label: -jax.nn.log_softmax(logits)[label],
-        ... )(model, jnp.ones((10, 2)), jnp.arange(10) % 3)
-        >>> print(factors)
-        leaves                              structure
-        .layers[0].weight, .layers[0].bias  8 (x) 3
-        .layers[1].weight, .layers[1].bias  3 (x) 9
-        >>> factors.blocks[0].outputs.shape
-        (1, 8, 8)
-
-        ```
-    """
-
-    blocks: tuple[KroneckerBlock, ...]
-    unravel: Unravel
-    is_semidefinite: bool = eqx.field(static=True, default=False)
-
-    def operator(
-        self,
-        *,
-        damping: Real[Array, ""] | float = 0.0,
-        relative: bool = False,
-        factored: bool = False,
-    ) -> "KroneckerOperator":
-        """The matrix plus `damping` times the identity, as a lineax linear operator.
-
-        Returns an [`eqxbatch.KroneckerOperator`][], from an eigendecomposition of each
-        factor; see there for `relative` and `factored`. Raises `ValueError` for
-        negative damping, and `ImportError` if lineax is
-        not installed. Raises `RuntimeError` at run time if the eigenvectors of a
-        `corrected` block are not orthogonal because they were averaged.
-        """
-        from .operators import KroneckerOperator
-
-        return KroneckerOperator(self, damping, relative=relative, factored=factored)
-
-    @property
-    def names(self) -> tuple[tuple[str, ...], ...]:
-        """The paths of the parameters in each block."""
-        tree = jtu.tree_unflatten(self.unravel.treedef, self.unravel.structs)
-        paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(tree)]
-        return tuple(
-            tuple(paths[leaf] for leaf in block.part.leaves) for block in self.blocks
-        )
-
-    def __str__(self) -> str:
-        rows = [("leaves", "structure", "")]
-        for names, block in safe_zip(self.names, self.blocks):
-            part = block.part
-            rows.append((", ".join(names), str(part), part.reason or ""))
-        return "\n".join(table(rows, num_texts=3))
 
 
 class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
@@ -296,10 +167,10 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         program = Program(curvature.program, formed=curvature.formed)
         chosen = None
         if self.is_block is None:
-            _check_not_multiplied(program, diff)
+            _check_not_multiplied(program.table, diff)
         else:
             chosen = [x for x in leaves_of_parts(diff, self.is_block) if x]
-        parts = parts_of(program, chosen)
+        parts = parts_of(program.table, chosen)
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         mesh_axes = frozenset.intersection(*axes)
 
@@ -322,7 +193,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
 
         of_parts = totals(
             lambda factors, weighing: [
-                part_sums(program, part, factors, weighing, self.weight_sharing)
+                part_sums(program.table, part, factors, weighing, self.weight_sharing)
                 for part in parts
             ]
         )
@@ -339,7 +210,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             # Second moments along the eigenvectors.
             moments = totals(
                 lambda factors, weighing: [
-                    moment_sums(program, part, factors, weighing, basis)
+                    moment_sums(program.table, part, factors, weighing, basis)
                     for part, basis in bases.items()
                 ]
             )
@@ -355,10 +226,10 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
 
 
-def _check_not_multiplied(program: Program, diff: PyTree) -> None:
+def _check_not_multiplied(table: SiteTable, diff: PyTree) -> None:
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
     for leaf, path in enumerate(paths):
-        other = multiplied(program, leaf)
+        other = multiplied(table, leaf)
         if other is not None:
             raise ValueError(
                 f"The parameters `{path}` and `{paths[other]}` are multiplied with "
@@ -368,39 +239,6 @@ def _check_not_multiplied(program: Program, diff: PyTree) -> None:
                 "`is_block=equinox.is_array` for exact blocks (diagonals of large "
                 "ones), with separate biases."
             )
-
-
-class Weighing(eqx.Module):
-    """How examples, and the vectors that were pulled back, are weighted.
-
-    - `curve`: the curvature between the vectors of an example; None for the identity.
-    """
-
-    num: int = eqx.field(static=True)
-    num_vectors: int = eqx.field(static=True)
-    weights: Real[Array, " n"] | None
-    curve: Inexact[Array, "n vectors vectors"] | None
-
-    def sum(self) -> Array:
-        if self.weights is None:
-            return jnp.asarray(float(self.num))
-        return jnp.sum(widened(self.weights))
-
-    def times(self, x: Inexact[Array, "n ..."]) -> Inexact[Array, "n ..."]:
-        """Multiplies per-example values by the weights of the examples."""
-        if self.weights is None:
-            return x
-        weights = self.weights.astype(x.dtype)
-        return x * jnp.expand_dims(weights, range(1, x.ndim))
-
-    def seconds(
-        self, x: Inexact[Array, "n vectors ..."]
-    ) -> Inexact[Array, "n vectors ..."]:
-        """The array that contracts with `x` to the curvature along `x`."""
-        if self.curve is not None:
-            curve = self.curve.astype(common_dtype(x.dtype, self.curve.dtype))
-            x = jnp.einsum("nv...,nvw->nw...", x.astype(curve.dtype), curve)
-        return self.times(x)
 
 
 def _sums(
@@ -413,308 +251,39 @@ def _sums(
     """Adds up what `sums` returns for the factors of some examples at a time."""
     axes, num_vectors = curvature.axes, curvature.num_vectors
 
-    def one(rows: list, _: Array | None) -> Kept:
-        return pulled_back(program, rows, curvature.of_outputs)
+    directions = Directions(curvature.of_outputs, (VECTOR,))
 
     def of_rows(rows: list, weights: Array | None) -> list[Array]:
-        cotangents, operands, curve = of_examples(one, rows, axes, weights)
-        labels: Labels = (VECTOR,)
-        num, values = rows[0].shape[axes[0]], program.values()
-        factors = Factors(operands, cotangents, labels, num, values)
-        return sums(factors, Weighing(num, num_vectors, weights, curve))
+        factors = program.factors(rows, axes, directions)
+        weighing = Weighing(factors.num, num_vectors, weights, factors.curve)
+        return sums(factors, weighing)
 
-    kept = _bytes(program, num_vectors)
+    kept = _bytes(program.table, num_vectors)
     size = max(1, 4 * platform().factor_bytes // max(kept, 1))
     return accumulated_sums(of_rows, rows, axes, weights, size)
 
 
-def _bytes(program: Program, num_vectors: int) -> int:
+def _bytes(table: SiteTable, num_vectors: int) -> int:
     """The bytes kept for one example, with the largest operand as its site uses it.
 
     The patches of a convolution are several times as large as its input.
     """
-    structs = [*program.operands, *(num_vectors * [*program.perturbations])]
+    structs = [*table.operands, *(num_vectors * [*table.perturbations])]
     size = lambda site, axes: math.prod(site.sizes[name] for name in axes)
     expanded = [
-        size(site, site.a_axes) * program.operands[site.operand].dtype.itemsize
-        for site in program.sites
+        size(site, site.a_axes) * table.operands[site.operand].dtype.itemsize
+        for site in table.sites
         if site.operand is not None
     ]
     # Both factors are separate for each group.
     expanded += [
         site.sizes[str(site.rule.group)]
         * (size(site, site.a_axes) + num_vectors * size(site, site.d_axes))
-        * program.perturbations[site.perturbation].dtype.itemsize
-        for site in program.sites
+        * table.perturbations[site.perturbation].dtype.itemsize
+        for site in table.sites
         if site.which is not None
     ]
     return num_bytes(structs) + max(expanded, default=0)
-
-
-VECTOR: Label = ("output", 0)
-
-
-class _Use(eqx.Module):
-    """The factors at one site, flat, with examples along axis 0.
-
-    - `tokens`: the indices that an embedding looks up, instead of an operand.
-    - `met`: one where a position meets a matrix, and zero where it does not; None if
-        each position meets all of them.
-    """
-
-    a: Inexact[Array, "n positions batch inputs"] | None
-    d: Inexact[Array, "n vectors positions batch outputs"]
-    tokens: Shaped[Array, "n positions"] | None
-    is_swapped: bool = eqx.field(static=True)
-    met: Inexact[Array, "n positions batch"] | None = None
-
-    @property
-    def num(self) -> int | Inexact[Array, "n batch"]:
-        """How many positions of each example meet each matrix."""
-        return self.d.shape[2] if self.met is None else jnp.sum(self.met, 1)
-
-
-def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
-    (a, of_a), (d, of_d), shared, met = use.terms(factors)
-    sides = (layout.inputs, layout.outputs)
-    into, out = sides[::-1] if use.is_swapped else sides
-    num, vectors = d.shape[:2]
-    positions = math.prod(d.shape[of_d.index(label)] for label in shared)
-    d = _in_order(d, of_d, (EXAMPLE, VECTOR), shared, layout.batch, out)
-    count, rows = layout.size(layout.batch), layout.size(out)
-    d = d.reshape(num, vectors, positions, count, rows)
-    if use.site.rule.token is not None:
-        tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
-        return _Use(None, d, tokens.reshape(num, positions), use.is_swapped)
-    a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
-    a = a.reshape(num, positions, count, layout.size(into))
-    if met is not None:
-        batch = (("leaf", axis) for axis in layout.batch)
-        met = aligned(*met, (EXAMPLE, *shared, *batch))
-        met = met.reshape(met.shape[0], positions, count)
-        met = jnp.broadcast_to(met, (num, positions, count))
-    return _Use(a, d, None, use.is_swapped, met)
-
-
-def _in_order(
-    x: Array, labels: Labels, lead: Labels, shared: Labels, *axes: Sequence[int]
-) -> Array:
-    of_leaf = [("leaf", axis) for group in axes for axis in group]
-    wanted = (*lead, *shared, *(label for label in of_leaf if label in labels))
-    return contract([(x, labels)], wanted)
-
-
-def _gram(
-    x: Inexact[Array, "*sum batch k"], y: Inexact[Array, "*sum batch k"]
-) -> Inexact[Array, "batch k k"]:
-    """The sum of outer products, as a single matrix product if possible."""
-    x, y = (z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]) for z in (x, y))
-    if x.shape[1] == 1:
-        return jnp.einsum("zi,zj->ij", x[:, 0], y[:, 0])[None]
-    return jnp.einsum("zbi,zbj->bij", x, y)
-
-
-def symmetric(x: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*batch k k"]:
-    """Makes a matrix that is symmetric up to rounding exactly symmetric."""
-    return (x + jnp.swapaxes(x, -1, -2)) / 2
-
-
-def part_sums(
-    program: Program,
-    part: Part,
-    factors: Factors,
-    weighing: Weighing,
-    sharing: WeightSharing,
-) -> list[Array]:
-    """The arrays that are summed over examples for one block.
-
-    For Kronecker factors, these are, for each of the (up to two) roles of operands that
-    the weight has: the second moment of the operands, their sum, the second moment of
-    the cotangents, and the number of positions, for each matrix if they differ.
-    """
-    layout = part.layout
-    if layout is None:
-        return [_exact_sum(program, part, factors, weighing)]
-    sums: list[Array] = []
-    uses = [flat_use(use, factors, layout) for use in uses_of(program, part)]
-    for is_swapped in (False, True):
-        of_role = [use for use in uses if use.is_swapped is is_swapped]
-        if of_role:
-            sums += _role_sums(of_role, part, weighing, sharing)
-    return sums
-
-
-def _role_sums(
-    uses: list[_Use], part: Part, weighing: Weighing, sharing: WeightSharing
-) -> list[Array]:
-    positions = sum(use.num for use in uses)
-    if sharing == "reduce" and all(use.a is not None for use in uses):
-        # The mean of the operands, and the sum of the cotangents, over the positions.
-        operands = (jnp.sum(use.a, 1) for use in uses if use.a is not None)
-        total = functools.reduce(jnp.add, operands)
-        d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
-        met = None
-        if isinstance(positions, int):
-            a, positions = total / max(positions, 1), 1
-        else:
-            a = total / jnp.maximum(positions, 1)[..., None]
-            positions = (positions > 0).astype(positions.dtype)
-            met = positions[:, None]
-        uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
-    grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
-    add = functools.partial(functools.reduce, jnp.add)
-    gram = add(grams)
-    if isinstance(positions, int):
-        count = weighing.sum() * positions
-    else:
-        count = jnp.sum(weighing.times(positions), 0)
-    # If the sums vary over devices in `jax.shard_map`, so must the count.
-    count = vary_as([gram], count.astype(outputs[0].dtype))
-    return [gram, add(sums), add(outputs), count]
-
-
-def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, Array]:
-    outputs = _gram(use.d, weighing.seconds(use.d))
-    if use.tokens is None:
-        assert use.a is not None
-        weighted = weighing.times(use.a)
-        return _gram(use.a, weighted), jnp.sum(weighted, (0, 1)), outputs
-    assert part.layout is not None
-    side = part.layout.outputs if use.is_swapped else part.layout.inputs
-    table = jnp.zeros(part.layout.size(side), outputs.dtype)
-    tokens = use.tokens
-    take = lambda table: jnp.take(table, tokens, mode="fill", fill_value=0)
-    ones = weighing.times(jnp.ones(tokens.shape, table.dtype))
-    # How often each row of the table is looked up.
-    counts = jax.linear_transpose(take, table)(ones)[0]
-    gram = counts if part.is_counted else jnp.diag(counts)
-    return gram[None], counts[None], outputs
-
-
-def _exact_sum(
-    program: Program, part: Part, factors: Factors, weighing: Weighing
-) -> Array:
-    # The flattened gradient of each example along each vector.
-    lead = weighing.num, weighing.num_vectors
-    parts = []
-    for leaf in part.leaves:
-        struct, sites = program.leaves[leaf], program.sites_of(leaf)
-        x = jnp.zeros((*lead, *struct.shape), struct.dtype)
-        x = widened(gradients(sites, factors, struct)) if sites else x
-        parts.append(x.reshape(*lead, struct.size))
-    dtype = common_dtype(*(x.dtype for x in parts))
-    gradient = jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
-    second = weighing.seconds(gradient)
-    if part.structure == "diagonal":
-        return jnp.sum(gradient * second, (0, 1))
-    return _gram(gradient[..., None, :], second[..., None, :])[0]
-
-
-def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
-    """The factors of outputs and inputs, from the sums of all examples.
-
-    If a weight has two roles, they give the Kronecker product with the same partial
-    traces as the sum of both.
-    """
-    layout = part.layout
-    if layout is None:
-        (total,) = sums
-        is_diagonal = part.structure == "diagonal"
-        return None, (total if is_diagonal else symmetric(total))[None]
-    pairs = []
-    for start in range(0, len(sums), 4):
-        gram, total, outputs, count = sums[start : start + 4]
-        safe = jnp.where(count == 0, 1, count)
-        inputs = gram / safe.reshape(*safe.shape, *safe.ndim * (gram.ndim - 1) * (1,))
-        if layout.bias is not None:
-            mean = total / safe
-            ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
-            column = mean[:, :, None]
-            inputs = jnp.block([[inputs, column], [jnp.swapaxes(column, 1, 2), ones]])
-        inputs = inputs if part.is_counted else symmetric(inputs)
-        pairs.append((symmetric(outputs), inputs))
-    if len(pairs) == 1:
-        return pairs[0]
-    (second, first), (inputs, outputs) = pairs
-    traces = [
-        jnp.trace(x, axis1=1, axis2=2)[:, None, None]
-        for x in (first, second, inputs, outputs)
-    ]
-    total = traces[0] * traces[1] + traces[2] * traces[3]
-    safe = jnp.where(total == 0, 1, total)
-    return (
-        traces[0] * second + traces[2] * outputs,
-        (traces[1] * first + traces[3] * inputs) / safe,
-    )
-
-
-def moment_sums(
-    program: Program,
-    part: Part,
-    factors: Factors,
-    weighing: Weighing,
-    bases: Sequence[Array | None],
-) -> Inexact[Array, "batch outputs inputs"]:
-    """Second moments of the gradients of examples, along products of eigenvectors."""
-    layout = part.layout
-    assert layout is not None
-    uses = [flat_use(use, factors, layout) for use in uses_of(program, part)]
-    (use, *rest) = uses
-    is_one = not rest and use.d.shape[2] == 1 and use.a is not None
-    if is_one:
-        # The squares of an outer product are products of squares.
-        a, d = rotated(use, layout, bases)
-        squares = jnp.sum(d * weighing.seconds(d), (1, 2))
-        return jnp.einsum("nbi,nbo->boi", a[:, 0] ** 2, squares)
-
-    def moments(uses: list[_Use], weighing: Weighing) -> Array:
-        formed = functools.reduce(
-            jnp.add, (product_in_basis(x, layout, bases) for x in uses)
-        )
-        return jnp.sum(formed * weighing.seconds(formed), 1)
-
-    arrays, treedef = jax.tree.flatten((uses, weighing))
-
-    def of_block(arrays: list, _: int) -> Array:
-        return jnp.sum(moments(*jax.tree.unflatten(treedef, arrays)), 0)
-
-    entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
-    # On a mesh, cutting would gather the same examples from all devices.
-    most = platform().block_bytes // max(entries, 1)
-    size = None if is_on_mesh(use.d) else max(1, most)
-    rows = Rows(arrays, (0,) * len(arrays), use.d.shape[0])
-    return accumulated(of_block, rows, size, Sum())
-
-
-def rotated(
-    use: _Use, layout: Layout, bases: Sequence[Array | None]
-) -> tuple[Array, Array]:
-    """Operand and cotangent in the eigenbases of the factors."""
-    out, into = bases[::-1] if use.is_swapped else bases
-    if use.tokens is not None and into is not None and layout.bias is None:
-        rows = jnp.take(into[0], use.tokens, 0, mode="fill", fill_value=0)
-        a, into = rows[:, :, None], None
-    elif use.tokens is not None:
-        side = layout.outputs if use.is_swapped else layout.inputs
-        a = jax.nn.one_hot(use.tokens, layout.size(side), dtype=use.d.dtype)[:, :, None]
-    else:
-        assert use.a is not None
-        a = use.a
-    if layout.bias is not None:
-        a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
-    if into is not None:
-        a = jnp.einsum("npbi,bij->npbj", a, into.astype(a.dtype))
-    if out is None:
-        return a, use.d
-    return a, jnp.einsum("nvpbo,boq->nvpbq", use.d, out.astype(use.d.dtype))
-
-
-def product_in_basis(
-    use: _Use, layout: Layout, bases: Sequence[Array | None]
-) -> Inexact[Array, "n vectors batch outputs inputs"]:
-    a, d = rotated(use, layout, bases)
-    formed = jnp.einsum("npbi,nvpbo->nvboi", a, d)
-    return jnp.swapaxes(formed, -1, -2) if use.is_swapped else formed
 
 
 filter_kfac = also_decorator("filter_kfac", KFAC)

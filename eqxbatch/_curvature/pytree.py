@@ -13,11 +13,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Shaped
 
-from .._base.checks import AnyArray, check_types, checked
+from .._base.cpu import mirrored, runtime_indices, unstack
 from .._base.dtypes import common_dtype, is_complex
 from .._base.mesh import vary_as
-from .._base.platforms import mirrored, runtime_indices, unstack
 from .._base.trees import safe_zip, shown
+from .._base.types import AnyArray, check_types, checked
 
 
 _Tree = TypeVar("_Tree")

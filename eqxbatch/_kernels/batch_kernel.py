@@ -12,39 +12,27 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._base.checks import check_at_least, check_exclusive
+from .._base.compile import compiled, num_bytes
 from .._base.mesh import explicit_mesh, gathered, within_mesh
-from .._base.platforms import compiled, num_bytes
-from .._batch.batch import MemoryBudget, resolve_size
+from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
-from .._batch.store import AbstractStore, as_store, IN_FLIGHT
+from .._batch.store import AbstractStore, IN_FLIGHT
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
-from .engine import (
-    check_mesh,
-    checked_output,
-    KernelOutput,
-    MeshAxis,
-    on_mesh,
-    output_on_device,
-)
-from .kernel import (
-    AbstractBlockKernel,
+from .._batch.zarr_store import as_store
+from .called import (
     AbstractKernelFunction,
-    are_stored,
-    as_array,
     block_kernel,
-    BlockSize,
     CalledKernel,
-    check_block_size,
     detached,
-    examples_of,
-    make_sides,
     on_mesh_of_results,
-    room_of,
-    SHARE,
-    SideArguments,
-    sizes_of,
 )
+from .collect import checked_output, KernelOutput
+from .engine import output_on_device
+from .grid import BlockSize, check_block_size, sizes_of
+from .kernel import AbstractBlockKernel, room_of, SHARE
+from .on_devices import check_mesh, MeshAxis, on_mesh
 from .on_host import check_concrete, in_turn, tile_program, to_store
+from .sides import are_stored, as_array, examples_of, make_sides, SideArguments
 
 
 # Makes a kernel, and is a PyTree of its arrays: a program that is called with it makes

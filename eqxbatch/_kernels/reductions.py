@@ -13,12 +13,13 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Inexact, Int, Shaped
 
-from .._base.checks import as_jax, check_at_least, check_equal, check_fields
+from .._base.checks import check_at_least, check_equal
 from .._base.dtypes import common_dtype, is_complex, power_of_two, widened
 from .._base.platforms import exact_products
 from .._base.trees import safe_zip
-from .._batch.accumulators import Total
-from .._batch.batch import Block
+from .._base.types import as_jax, check_fields
+from .._batch.blocks import Block
+from .._batch.sums import Total
 
 
 _State = TypeVar("_State")

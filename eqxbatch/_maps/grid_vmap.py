@@ -14,7 +14,6 @@ from jaxtyping import Array, PyTree
 
 from .._base.checks import (
     called,
-    checked,
     has_numbers,
     is_one_key,
     key_remedy,
@@ -24,16 +23,11 @@ from .._base.checks import (
 from .._base.mesh import spec_of
 from .._base.refs import is_ref
 from .._base.trees import described, safe_zip
+from .._base.types import checked
 from .._batch.accumulators import Concat
-from .._batch.batch import (
-    as_block_size,
-    leaf_name,
-    no_ref,
-    positional_names,
-    Size,
-    split_axes,
-)
-from .._batch.loop import canonicalise, is_accumulator
+from .._batch.batch import leaf_name, no_ref, positional_names, split_axes
+from .._batch.memory import as_block_size, Size
+from .._batch.slots import canonicalise, is_accumulator
 from .._batch.transform import AbstractSharded, also_decorator, Out, P, run_compiled
 from .micro_vmap import check_no_axis, MicroVmap
 

@@ -15,43 +15,30 @@ from jaxtyping import Array, PyTree
 
 from .._base.backward import custom_backward
 from .._base.checks import check_at_least, is_none
-from .._base.jaxprs import array_structs, is_struct, run_jaxpr, with_arrays
+from .._base.cpu import in_turn
+from .._base.jaxprs import run_jaxpr
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
-from .._base.platforms import in_turn
 from .._base.refs import without_refs
+from .._base.structs import array_structs, is_struct, with_arrays
 from .._base.trees import safe_zip
 from .._base.versions import as_array
-from .._batch.accumulators import (
-    AbstractTotal,
-    check_weights,
-    Concat,
-    Last,
-    LogSumExp,
-    Max,
-    Mean,
-    Min,
-    Sum,
-    with_weights,
-)
-from .._batch.batch import (
-    Batch,
-    Blocks,
-    broadcast_axes,
-    explained_failure,
-    spec_of_rows,
-    split_batch,
-)
-from .._batch.loop import (
+from .._batch.accumulators import Concat, Last, Max, Min
+from .._batch.batch import Batch, broadcast_axes, spec_of_rows, split_batch
+from .._batch.blocks import Blocks
+from .._batch.log_sum_exp import LogSumExp
+from .._batch.loop import run_blocks
+from .._batch.memory import explained_failure
+from .._batch.padding import Padding
+from .._batch.slots import (
     all_count_new,
     as_slots,
     canonicalise,
     is_accumulator,
     of_state,
     OutputAccumulator,
-    run_blocks,
     Slots,
 )
-from .._batch.padding import Padding
+from .._batch.sums import AbstractTotal, check_weights, Mean, Sum, with_weights
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 from .in_place import has_ref, run_in_place
 

@@ -19,23 +19,20 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jaxtyping import Array, Inexact, Integer, Key, PyTree, UInt32
 
-from .._base.checks import as_jax, check_at_least, check_fields
+from .._base.checks import check_at_least
 from .._base.dtypes import common_dtype, is_complex, widened
 from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
-from .._curvature.kfac import (
-    flat_use,
-    KroneckerFactors,
-    product_in_basis,
-    rotated,
-    VECTOR,
-)
+from .._base.types import as_jax, check_fields
+from .._curvature.kronecker_factors import KroneckerFactors
+from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated, VECTOR
 from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors, gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
-from .._sites.shared import leaf_view
-from .._sites.site import Axes, leaf_site, Rule, Site
-from .._sites.trace import Program
+from .._sites.program import Program
+from .._sites.site import AxisNames, leaf_site, Rule, Site
+from .._sites.table import SiteTable
+from .._sites.views import leaf_view
 
 
 # The largest number of parameters of a metric that is a dense matrix.
@@ -296,7 +293,7 @@ class Metric(eqx.Module):
 class InMetric:
     """The factors of a program in the coordinates of a metric.
 
-    - `program`: has the leaves and sites that they belong to.
+    - `table`: the leaves and sites that they belong to.
     """
 
     def __init__(self, program: Program, metric: Metric):
@@ -306,9 +303,9 @@ class InMetric:
         self._projects = any(isinstance(x.basis, Projection) for x in metric.parts)
         if self._projects:
             chosen = [(leaf,) for leaf, _ in enumerate(program.leaves)]
-        self._parts = parts_of(program, chosen)
+        self._parts = parts_of(program.table, chosen)
         self._uses = [
-            uses_of(program, part) if part.layout is not None else []
+            uses_of(program.table, part) if part.layout is not None else []
             for part in self._parts
         ]
         if not self._projects:
@@ -317,7 +314,7 @@ class InMetric:
                 uses if _has_products(part, other, uses) else []
                 for part, other, uses in both
             ]
-        self.program = self._in_coordinates()
+        self.table = self._in_coordinates()
 
     def pairs(
         self,
@@ -361,7 +358,8 @@ class InMetric:
     def _jacobian(
         self, leaf: int, factors: Factors, vectors: int
     ) -> Inexact[Array, "vectors ..."]:
-        sites, struct = self._original.sites_of(leaf), self._original.leaves[leaf]
+        table = self._original.table
+        sites, struct = table.of(leaf), table.leaves[leaf]
         if sites:
             return gradients(sites, factors, struct)[0]
         return jnp.zeros((vectors, *struct.shape), struct.dtype)
@@ -383,14 +381,14 @@ class InMetric:
         total = functools.reduce(jnp.add, (x.astype(dtype) for x in results))
         return total / math.sqrt(projection.dim)
 
-    def _in_coordinates(self) -> Program:
-        """A program with the leaves and sites of the coordinates."""
+    def _in_coordinates(self) -> SiteTable:
+        """The leaves and sites of the coordinates."""
         leaves: list = []
         sites: list[Site] = []
         operands: list = []
         cotangents: list = []
-        original = self._original
-        structs = original.operands, original.perturbations, original.value_structs()
+        table, values = self._original.table, self._original.value_structs()
+        structs = table.operands, table.perturbations, values
         run = lambda operands, cotangents, values: self.pairs(
             operands, cotangents, (), values
         )
@@ -410,7 +408,7 @@ class InMetric:
                 sites.append(Site(view, rule, len(cotangents), len(operands), False))
                 operands.append(a)
                 cotangents.append(d)
-        return original.with_factors(leaves, sites, cotangents, operands)
+        return SiteTable(leaves, sites, cotangents, operands)
 
 
 def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
@@ -428,8 +426,8 @@ def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
 def _rule(num: int, shape: tuple[int, ...], use: AxisRoles) -> Rule:
     """A batch of matrices that meets operands, or tokens, at several positions."""
     axes, token = ("batch", "rows", "columns"), None
-    of_a: Axes = ("position", "batch", "columns")
-    of_d: Axes = ("position", "batch", "rows")
+    of_a: AxisNames = ("position", "batch", "columns")
+    of_d: AxisNames = ("position", "batch", "rows")
     if use.is_swapped:
         of_a, of_d = of_d, of_a
     sizes = {"position": num, **dict(safe_zip(axes, shape))}
@@ -462,7 +460,7 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
     if "lineax" in sys.modules:
         import lineax
 
-        from .._curvature.operators import KroneckerOperator
+        from .._curvature.kronecker_operator import KroneckerOperator
 
         if isinstance(metric, lineax.AbstractLinearOperator):
             _check_like(metric.in_structure(), parameters)

@@ -1,4 +1,4 @@
-"""Factors of examples, and the methods that combine them to kernels.
+"""The methods that combine the factors of examples to kernels.
 
 For each parameter, either the factors of its sites are kept and their Gram matrices
 multiplied, or the factors are contracted to the Jacobian, which is kept. The former is
@@ -9,9 +9,8 @@ that are used at many positions, such as those of convolutions.
 import abc
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -23,76 +22,36 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
+from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import is_complex, widened
-from .._base.jaxprs import full_varying_as, run_jaxpr, vary, varying
-from .._base.mesh import explicit_mesh
+from .._base.jaxprs import run_jaxpr
 from .._base.modes import without_forward_mode
-from .._base.platforms import in_opaque_branch, num_bytes, opaque_true
+from .._base.structs import full_varying_as
 from .._base.traced_function import TracedFunction
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
-from .._kernels.kernel import AbstractBlockKernel, Flat, Grid, KernelLeaf, SAMPLE, Sizes
-from .._sites.cost import Cost, forming_cost, gram_cost, num_products
-from .._sites.factors import contract, EXAMPLE, Factor, Factors, OTHER_EXAMPLE
-from .._sites.gram import cancels, grams, has_gram, OfLeaf
-from .._sites.site import positions
-from .._sites.trace import Program
-from .metric import InMetric, Metric
-from .traced_model import Mirror, Name, OutputAxes, TracedModel
-
-
-def num_pairs(grid: Grid, output: OutputAxes) -> int:
-    """The number of pairs of blocks that are combined."""
-    return grid.num(0) * (grid.num(1) if output.pairs_examples else 1)
-
-
-class KeptFactors(eqx.Module):
-    """The factors of some examples.
-
-    - `values`: the outputs of the function, if requested.
-    - `operands`: the operands of sites, by index.
-    - `cotangents`: for each output, cotangents of sites and Jacobians, by index.
-    - `of_views`: the arrays that views of sites read.
-    - `cancelled`: for each output, whether terms of a gradient nearly cancel; None if
-        this cannot be.
-    - `residuals`: those of the derivative, which `Products` needs for rows.
-    """
-
-    values: list[Factor] = eqx.field(default_factory=list)
-    operands: dict[int, Factor] = eqx.field(default_factory=dict)
-    cotangents: list[dict[int, Factor]] = eqx.field(default_factory=list)
-    of_views: list[Factor | None] = eqx.field(default_factory=list)
-    cancelled: list[Factor | None] = eqx.field(default_factory=list)
-    residuals: list[Factor] = eqx.field(default_factory=list)
-
-
-# The approximate size of a CPU core's cache, in bytes.
-_CACHE = 2**19
-
-
-# The number of large examples at a time, which should keep all cores busy.
-_AT_A_TIME = 4
-
-
-def _is_factor(x: Any) -> bool:
-    return isinstance(x, Factor)
-
-
-def _divided(factors: PyTree[Factor]) -> tuple[PyTree, PyTree]:
-    """The factors without the arrays that all examples share, and with these alone."""
-    have_examples = jtu.tree_map(lambda x: x.has_examples, factors, is_leaf=_is_factor)
-    return eqx.partition(factors, have_examples)
-
-
-def _bytes_of_examples(factors: PyTree[Factor]) -> int:
-    return num_bytes(_divided(factors)[0])
-
-
-def _are_plain(rows: list) -> bool:
-    """Whether these are numeric arrays that are not explicitly sharded."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return not any(map(is_key, rows)) and explicit_mesh(rows) is None
+from .._kernels.grid import Grid, Sizes
+from .._kernels.kernel import AbstractBlockKernel, Flat, KernelLeaf, SAMPLE
+from .._sites.axes import EXAMPLE, Named, OTHER_EXAMPLE
+from .._sites.cancel import grams
+from .._sites.contract import contract
+from .._sites.cost import Cost, num_products
+from .._sites.factors import Factor
+from .._sites.gram import OfLeaf
+from .._sites.table import SiteTable
+from .example_factors import (
+    bytes_of_examples,
+    choose_formed,
+    divided,
+    ExampleFactors,
+    factors_of_leaf,
+    is_factor,
+    KeptFactors,
+    num_pairs,
+)
+from .output_axes import Mirror, OutputAxes
+from .traced_model import Name, TracedModel
 
 
 def _symmetrised(kernels: PyTree[Array], mirror: Mirror) -> PyTree[Array]:
@@ -111,282 +70,6 @@ def _symmetrised(kernels: PyTree[Array], mirror: Mirror) -> PyTree[Array]:
 
     always = opaque_true(leaves[0][(0,) * leaves[0].ndim])
     return treedef.unflatten(in_opaque_branch(mean, always)(*leaves))
-
-
-def _arrays(factors: list[Factor | None]) -> list:
-    return [None if x is None else x.array for x in factors]
-
-
-class ExampleFactors:
-    """Computes the factors of the examples of one side, for each output.
-
-    - `program`: the function, with its sites.
-    - `outputs`: the outputs whose Jacobians are combined.
-    - `kept`: for each of them, the program with a Jacobian in place of the sites of
-        some leaves; see `form`.
-    """
-
-    def __init__(
-        self,
-        traced: TracedFunction,
-        rows: Rows,
-        outputs: Sequence[OutputAxes],
-        *,
-        num_outputs: int,
-        side: int = 0,
-        keeps_values: bool = False,
-        are_all: bool = False,
-        use_rules: bool = True,
-        formed: Collection[int] = (),
-        metric: Metric | None = None,
-    ):
-        """Makes the program of a function of leaves and an example.
-
-        `num_outputs` is the number of all outputs; with `keeps_values`, they are kept,
-        too. `side` is the one whose directions are pulled back; without `outputs`,
-        nothing is differentiated. Of the `rows`, only
-        types matter. `are_all` says whether all examples are processed at once, not in
-        blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
-        Jacobians are kept as its coordinates.
-        """
-        program = Program(
-            traced,
-            use_rules=use_rules,
-            constant=() if outputs else range(len(traced.leaves)),
-            formed=formed,
-            num_outputs=num_outputs,
-        )
-        in_metric = None if metric is None else InMetric(program, metric)
-        self.program = program if in_metric is None else in_metric.program
-        self.outputs = outputs
-        self.kept = [self.program for _ in outputs]
-        self._rows, self._are_all = rows, are_all
-        self._num_values = num_outputs if keeps_values else 0
-
-        def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
-            leaves, cotangents = operands
-            outs, a, pullback = program.linearize(leaves, rows, num_outputs)
-            pulled, leads = [], []
-            for output, directions in safe_zip(outputs, cotangents):
-                num = len(output.directions(0))
-                lead, shape = directions.shape[:num], directions.shape[num:]
-                leads.append(lead)
-
-                def pull(direction: Array, index: int = output.index) -> list:
-                    zeros = [jnp.zeros_like(out) for out in outs]
-                    direction = vary(direction, varying(jax.typeof(outs[index])))
-                    return pullback([*zeros[:index], direction, *zeros[index + 1 :]])
-
-                each = directions.reshape(-1, *shape)
-                if each.shape[0] == 1:
-                    # An axis of size 1 would lead to other, slower matrix products.
-                    found = [d[None] for d in pull(each[0])]
-                else:
-                    found = jax.vmap(pull)(each)
-                pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
-            values = program.values(leaves)
-            if in_metric is None:
-                return outs, a, pulled, values
-            pairs = [
-                [*itertools.chain(*in_metric.pairs(a, d, lead, values))]
-                for d, lead in safe_zip(pulled, leads)
-            ]
-            operands = [a for a, _ in pairs[0] if a is not None]
-            return outs, operands, [[d for _, d in of_out] for of_out in pairs], []
-
-        operands = [traced.leaves, [output.cotangents(side) for output in outputs]]
-        self._run = TracedFunction(run, operands, rows.arrays, rows.axes)
-
-    def form(self, leaves: Sequence[Sequence[int]]) -> None:
-        """Keeps Jacobians in place of factors, for some leaves of each output."""
-        self.kept = [self.program.with_jacobians(formed) for formed in leaves]
-
-    def structs(self, num: int) -> tuple[list, list, list[list], list]:
-        """The shapes of what is computed for `num` examples."""
-        return self._output(
-            jax.ShapeDtypeStruct((num,) * has + x.shape, x.dtype)
-            for x, has in safe_zip(self._run.structs, self._run.has_examples)
-        )
-
-    def _output(self, arrays: Iterable) -> tuple[list, list, list[list], list]:
-        """Outputs, operands, cotangents of each output, and values, as `Factor`s."""
-        return self._run.output([*map(Factor, arrays, self._run.has_examples)])
-
-    def of(self, rows: list) -> KeptFactors:
-        """The factors of some examples.
-
-        XLA for CPUs writes all intermediate values to memory and reads them again. If
-        these are larger than the factors and do not fit into the cache, processing a
-        few examples at a time is faster and takes less memory.
-        """
-        axes = self._rows.axes
-        num = rows[0].shape[axes[0]]
-        if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
-            return self._of(rows)
-        of_examples = lambda rows, _: _divided(self._of(rows))[0]
-        in_turn = lambda *rows: accumulated(
-            of_examples, Rows([*rows], axes, num), _AT_A_TIME, Concat()
-        )
-        at_once = lambda *rows: of_examples([*rows], num)
-        computed = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
-        _, shared = _divided(self._of(Rows(rows, axes, num).one()))
-        return eqx.combine(computed, shared)
-
-    @functools.cached_property
-    def _is_in_turn(self) -> bool:
-        """Whether a CPU processes a few examples at a time."""
-        if not self._are_all:
-            return False
-        made = _bytes_of_examples(self.structs(1))
-        if made < _CACHE:
-            return False
-        kept = eqx.filter_eval_shape(self._of, self._rows.one())
-        return made > _bytes_of_examples(kept)
-
-    def _of(self, rows: list) -> KeptFactors:
-        # What does not depend on the example is computed once for all of them.
-        outs, operands, cotangents, of_views = self._output(self._run.run(rows))
-        program, num = self.program, len(self.program.perturbations)
-        kept: list[dict[int, Factor]] = []
-        cancelled: list[Factor | None] = []
-        for output, own, pulled in safe_zip(self.outputs, self.kept, cotangents):
-            factors = Factors(
-                operands, pulled, output.directions(0), values=_arrays(of_views)
-            )
-            found, as_they_are = {}, {}
-            for site in own.sites:
-                of_leaf = _of_leaf(program, factors, site.leaf)
-                if site.perturbation < num:
-                    as_they_are[site.leaf] = of_leaf
-                    found[site.perturbation] = pulled[site.perturbation]
-                else:
-                    found[site.perturbation] = of_leaf.jacobian()
-            kept.append(found)
-            cancelled.append(
-                cancels([as_they_are[leaf] for leaf in sorted(as_they_are)])
-            )
-        every = [site for own in self.kept for site in own.sites]
-        used = {i for site in every for i in (site.operand, site.which)}
-        operands = {i: x for i, x in enumerate(operands) if i in used}
-        values = outs[: self._num_values]
-        return KeptFactors(values, operands, kept, of_views, cancelled)
-
-    def factors(self, kept: KeptFactors, which: int, side: int) -> Factors:
-        """The factors that belong to an output, for `sites` of `kept[which]`."""
-        none = Factor(None, has_examples=False)
-        of = lambda found, num: [found.get(i, none) for i in range(num)]
-        program, output = self.kept[which], self.outputs[which]
-        return Factors(
-            of(kept.operands, len(program.operands)),
-            of(kept.cotangents[which], len(program.perturbations)),
-            output.directions(side),
-            values=_arrays(kept.of_views),
-        )
-
-
-def features(
-    model: TracedModel, sizes: Sizes, _: int
-) -> PyTree[Inexact[Array, "n ..."]]:
-    """The coordinates of the gradients of all examples, in the metric of the model."""
-    outputs = model.axes
-    if any(output.is_complex for output in outputs):
-        raise ValueError(
-            "`features` are coordinates of real gradients, but the model returns "
-            "complex numbers. Return their real and imaginary parts."
-        )
-    side = ExampleFactors(
-        model.programs[0],
-        model.rows[0],
-        outputs,
-        num_outputs=len(outputs),
-        metric=model.request.metric,
-    )
-    num_leaves, first = len(side.program.leaves), len(side.program.perturbations)
-    side.form([range(num_leaves) for _ in outputs])
-
-    def of_rows(arrays: list, num: int) -> list[Array]:
-        results, kept = [], side.of(arrays)
-        for output, found in safe_zip(outputs, kept.cotangents):
-            lead = [output.sizes[label] for label in output.directions(0)]
-            whole = []
-            for factor in (found[first + leaf] for leaf in range(num_leaves)):
-                x = factor.array if factor.has_examples else factor.array[None]
-                size = math.prod(x.shape[1 + len(lead) :])
-                x = x.reshape(x.shape[0], *lead, size)
-                whole.append(jnp.broadcast_to(x, (num, *lead, size)))
-            results.append(jnp.concatenate(whole, axis=-1))
-        return results
-
-    rows, size = model.rows[0], model.grid(sizes).sizes[0]
-    return model.programs[0].output(accumulated(of_rows, rows, size, Concat()))
-
-
-def _of_leaf(program: Program, factors: Factors, leaf: int) -> OfLeaf:
-    return OfLeaf(program.sites_of(leaf), factors, program.leaves[leaf])
-
-
-def choose_formed(
-    first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
-) -> tuple[list[int], float]:
-    """The leaves whose Jacobian is kept, for the output with index `which`.
-
-    Also returns the cost of all contractions, in floating-point operations.
-    """
-    costs = leaf_costs(first, second, which, grid)
-    # If a product of factors would start by forming the Jacobians, it is better to form
-    # them separately.
-    formed = [leaf for leaf, (gram, own) in enumerate(costs) if own < 1.2 * gram]
-    return formed, sum(map(min, costs))
-
-
-def leaf_costs(
-    first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
-) -> list[tuple[float, float]]:
-    """For each leaf, the cost with its factors, and that with its Jacobian."""
-    both, output = (first, second), first.outputs[which]
-    example, out = output.examples[-1], (*output.out, *output.parts)
-
-    def products(first: OfLeaf, second: OfLeaf) -> Cost:
-        return gram_cost(first, second, example, out) * num_pairs(grid, output)
-
-    def of_leaf(leaf: int, sides: list[Factors]) -> tuple[float, float]:
-        pairs = safe_zip(both, sides)
-        own = [_of_leaf(side.program, factors, leaf) for side, factors in pairs]
-        sites = [x.sites for x in own]
-        if not all(sites):
-            return 0.0, math.inf
-        by_gram = math.inf
-        if has_gram(*sites):
-            by_gram = products(*own).time
-            # The Jacobian of a leaf that is only added to something is the cotangent
-            # there. It is shared with the array that the leaf is added to, and kept
-            # once.
-            if all(
-                len(uses) == 1 and uses[0].operand is None and not positions(uses[0])
-                for uses in sites
-            ):
-                return by_gram, math.inf
-        forms = Cost()
-        for side, (uses, factors, _) in enumerate(own):
-            if side == 0 or not grid.is_same:
-                forms += forming_cost(uses, factors) * grid.num(side)
-        jacobians = (x.perturbed_itself(x.jacobian()) for x in own)
-        return by_gram, (forms + products(*jacobians)).time
-
-    def count(structs: list) -> list[tuple[float, float]]:
-        sides = [
-            Factors(
-                operands,
-                pulled[which],
-                output.directions(side),
-                values=_arrays(of_views),
-            )
-            for side, (_, operands, pulled, of_views) in enumerate(structs)
-        ]
-        return [of_leaf(leaf, sides) for leaf, _ in enumerate(first.program.leaves)]
-
-    pairs = safe_zip(both, grid.sizes)
-    return eqx.filter_eval_shape(count, [side.structs(num) for side, num in pairs])
 
 
 @dataclasses.dataclass(eq=False)
@@ -513,28 +196,28 @@ class Sites(AbstractPairing):
         rows = {*output.examples[:1], *output.directions(0)}
         columns = {*output.examples[1:], *output.directions(1)}
         place = lambda x: 0 if x in rows & columns else 1 if x in rows else 2
-        labels = tuple(sorted(out, key=place))
-        total: Array = jnp.zeros((1,) * len(labels), jnp.float32)
+        axes = tuple(sorted(out, key=place))
+        total: Array = jnp.zeros((1,) * len(axes), jnp.float32)
         sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
         of_sides: list[dict[int, OfLeaf]] = []
         sides = self.sides[0], self.sides[-1]
         for number, (side, kept) in enumerate(safe_zip(sides, (first, second))):
-            program, factors = side.kept[which], side.factors(kept, which, number)
-            leaves = {site.leaf for site in program.sites}
-            of_sides.append({i: _of_leaf(program, factors, i) for i in leaves})
+            table, factors = side.kept[which], side.factors(kept, which, number)
+            leaves = {site.leaf for site in table.sites}
+            of_sides.append({i: factors_of_leaf(table, factors, i) for i in leaves})
         both = sorted(of_sides[0].keys() & of_sides[1].keys())
         pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
         cancelled = [kept.cancelled[which] for kept in (first, second)]
-        products = grams(pairs, cancelled, output.examples, labels, sizes)
+        products = grams(pairs, cancelled, output.examples, axes, sizes)
         for leaf, product in safe_zip(both, products):
             # A complex parameter counts as two real ones. If there is a complex
             # derivative, each of them contributes its square.
-            is_twice = output.is_complex and is_complex(sides[0].program.leaves[leaf])
+            is_twice = output.is_complex and is_complex(sides[0].table.leaves[leaf])
             product = product * (0.5 if is_twice else 1.0)
             dtype = np.promote_types(total.dtype, product.dtype)
             total = total.astype(dtype) + product.astype(dtype)
-        total = jnp.broadcast_to(total, [sizes[label] for label in labels])
-        return jnp.transpose(total, [labels.index(label) for label in out])
+        total = jnp.broadcast_to(total, [sizes[axis] for axis in axes])
+        return jnp.transpose(total, [axes.index(axis) for axis in out])
 
 
 @dataclasses.dataclass(eq=False)
@@ -573,12 +256,12 @@ class Products(AbstractPairing):
         output = self.ntk[which]
         # Without rules, the cotangents are the Jacobians of all leaves.
         jacobians = self.example_factors.factors(second, which, 1).cotangents
-        labels = output.directions(1)
-        lead = [output.sizes[label] for label in labels]
+        directions = output.directions(1)
+        lead = [output.sizes[axis] for axis in directions]
         tangents = []
         for jacobian in jacobians:
             x = jacobian.array
-            shape = x.shape[jacobian.has_examples :][len(labels) :]
+            shape = x.shape[jacobian.has_examples :][len(directions) :]
             if not jacobian.has_examples:
                 x = jnp.broadcast_to(x, (num[1], *x.shape))
             x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
@@ -603,25 +286,26 @@ class Products(AbstractPairing):
         examples = pushed.shape[: len(output.examples)]
         values = pushed.shape[len(examples) + 1 :]
         pushed = pushed.reshape(*examples, *lead, *values)
-        names = (*output.examples, *labels, *output.values(0))
+        axes = (*output.examples, *directions, *output.values(0))
         if output.is_complex:
             pushed = jnp.stack([jnp.real(pushed), jnp.imag(pushed)], axis=-1)
-            names = (*names, output.parts[0])
-        return contract([(pushed, names)], (*output.out, *output.parts))
+            axes = (*axes, output.parts[0])
+        return contract([Named(pushed, axes)], (*output.out, *output.parts))
 
 
 def _moment(
     axes: OutputAxes, first: Factor, second: Factor, num: tuple[int, int]
 ) -> Inexact[Array, "..."]:
     """The products of the outputs of two sides, before axes are arranged."""
-    terms = []
+    terms: list[Named] = []
     sides = safe_zip((first, second), num, (EXAMPLE, OTHER_EXAMPLE))
     for side, (factor, size, example) in enumerate(sides):
         x = widened(factor.array)
         if not factor.has_examples:
             x = jnp.broadcast_to(x, (size, *x.shape))
         example = example if axes.pairs_examples else EXAMPLE
-        terms.append((jnp.conj(x) if side else x, (example, *axes.values(side))))
+        x = jnp.conj(x) if side else x
+        terms.append(Named(x, (example, *axes.values(side))))
     return contract(terms, axes.out)
 
 
@@ -691,7 +375,7 @@ def choose_pairing(
         is_only = method != "auto" or model.request.metric is not None
         if is_only or any(axes.probes is not None for axes in ntk):
             return pairing
-        cost_of_products = _cost_of_products(sides[0].program, ntk, grid)
+        cost_of_products = _cost_of_products(sides[0].table, ntk, grid)
         is_by_sites = (
             sum(costs) <= cost_of_products or _without_products(model) is not None
         )
@@ -721,12 +405,12 @@ def _without_products(model: TracedModel) -> str | None:
     return without_forward_mode(of_leaves, model.leaves)
 
 
-def _cost_of_products(program: Program, ntk: list[OutputAxes], grid: Grid) -> float:
+def _cost_of_products(table: SiteTable, ntk: list[OutputAxes], grid: Grid) -> float:
     """The cost of pushing Jacobians through the model, in operations."""
-    products = sum(map(num_products, program.sites))
-    size = sum(math.prod(leaf.shape) for leaf in program.leaves)
+    products = sum(map(num_products, table.sites))
+    size = sum(math.prod(leaf.shape) for leaf in table.leaves)
     directions = sum(
-        math.prod(axes.sizes[label] for label in axes.directions(1)) for axes in ntk
+        math.prod(output.sizes[axis] for axis in output.directions(1)) for output in ntk
     )
     rows, columns = grid.sizes
     pairs = num_pairs(grid, ntk[0]) * rows
@@ -791,7 +475,7 @@ class ModelKernel(AbstractBlockKernel):
 
     @functools.cached_property
     def bytes_kept(self) -> tuple[int, int]:
-        rows, columns = map(_bytes_of_examples, self._kept)
+        rows, columns = map(bytes_of_examples, self._kept)
         return rows, columns
 
     @functools.cached_property
@@ -808,10 +492,10 @@ class ModelKernel(AbstractBlockKernel):
 
     def _shared_by(self, side: int) -> PyTree:
         """The factors that all examples of a side share."""
-        _, structs = _divided(self._kept[side])
+        _, structs = divided(self._kept[side])
         if not jtu.tree_leaves(structs):
             return structs
-        return _divided(self._factors(side, self.rows[side].one()))[1]
+        return divided(self._factors(side, self.rows[side].one()))[1]
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
         with self.pairing.products():
@@ -821,14 +505,14 @@ class ModelKernel(AbstractBlockKernel):
         side = 0 if self.is_same else side
 
         def run(arrays: list, num: int) -> tuple[PyTree, Array | None]:
-            of_examples, _ = _divided(self._factors(side, arrays))
+            of_examples, _ = divided(self._factors(side, arrays))
             # A dummy array, because a loop needs at least one.
             return of_examples, None if jtu.tree_leaves(of_examples) else jnp.zeros(num)
 
         of_examples, _ = accumulated(run, rows, size, Concat())
         shared = self.pairing.shared
         shared = shared[side] if shared else self._shared_by(side)
-        factors = jtu.tree_leaves(self._kept[side], is_leaf=_is_factor)
+        factors = jtu.tree_leaves(self._kept[side], is_leaf=is_factor)
         axes = tuple(0 if x.has_examples else None for x in factors)
         return Rows(jtu.tree_leaves(eqx.combine(of_examples, shared)), axes, rows.total)
 

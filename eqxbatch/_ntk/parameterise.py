@@ -9,8 +9,9 @@ import jax.random as jr
 import jax.tree_util as jtu
 from jaxtyping import Array, Key, UInt32
 
-from .._base.checks import check_fields, checked, no_arrays_remedy
+from .._base.checks import no_arrays_remedy
 from .._base.trees import shown
+from .._base.types import check_fields, checked
 
 
 _Model = TypeVar("_Model")

@@ -1,417 +1,35 @@
-"""A model traced on the two sides of its kernel, and products with this kernel.
+"""A model traced on the two sides of its kernel, and products with this kernel."""
 
-The settings of all kernels of models are declared here, too, and how the axes of a
-model's output appear in a kernel.
-"""
-
-import abc
-import collections
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, get_args, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
 import jax.tree_util as jtu
-from jax import lax
 from jaxtyping import Array, Inexact, PyTree
 
-from .._base.checks import as_int, check_callable, check_equal
-from .._base.dtypes import is_complex
+from .._base.checks import check_callable, check_equal
 from .._base.mesh import vary_as
 from .._base.modes import derivative_of_program, pushed
 from .._base.platforms import products_of
 from .._base.traced_function import TracedFunction
-from .._base.trees import described, safe_zip, type_of
-from .._batch.accumulators import Concat, Sum
+from .._base.trees import safe_zip, type_of
+from .._batch.accumulators import Concat
 from .._batch.batch import broadcast_axes
-from .._batch.derivative import are_parameters, check_outputs, warn_of_numbers
 from .._batch.loop import accumulated, Rows
-from .._kernels.kernel import BlockSize, check_block_size, Grid, Side, Sizes
-from .._sites.factors import contract, EXAMPLE, Labels, OTHER_EXAMPLE, Term
-from .._sites.site import Label
+from .._batch.loss import check_outputs
+from .._batch.parameters import are_parameters, warn_of_numbers
+from .._batch.sums import Sum
+from .._kernels.grid import Grid, Sizes
+from .._kernels.sides import Side
 from .metric import Metric
-
-
-KernelMethod = Literal["auto", "jacobian_contraction", "ntk_vector_products", "sites"]
-
-
-def check_method(method: str | int) -> KernelMethod:
-    """The name of a method; numbers are those of `neural_tangents`."""
-    names: tuple[KernelMethod, ...] = get_args(KernelMethod)
-    for number, name in enumerate(names):
-        is_number = method == number and not isinstance(method, bool)
-        if is_number or str(method).lower() == name:
-            return name
-    raise ValueError(
-        f"`method` must be one of {names}, or 0, 1, 2 or 3 for them; got {method!r}."
-    )
-
-
-def _check_trace_axes(axes: int | tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return None if axes is None else check_axes("trace_axes", axes)
-
-
-def _check_diagonal_axes(axes: int | tuple[int, ...]) -> tuple[int, ...]:
-    return check_axes("diagonal_axes", axes)
-
-
-class AbstractKernelSettings(eqx.Module):
-    """How the kernel of a model is computed; see `EmpiricalNTK`."""
-
-    _: dataclasses.KW_ONLY
-    trace_axes: tuple[int, ...] | None = eqx.field(
-        static=True, converter=_check_trace_axes, default=None
-    )
-    diagonal_axes: tuple[int, ...] = eqx.field(
-        static=True, converter=_check_diagonal_axes, default=()
-    )
-    in_axes: PyTree = 0
-    out_axes: PyTree = 0
-    kwargs_axes: dict[str, PyTree] = eqx.field(default_factory=dict)
-    block_size: BlockSize = eqx.field(
-        static=True, converter=check_block_size, default=None
-    )
-
-    def __check_init__(self) -> None:
-        if self.block_size is not None:
-            self.check_is_batched()
-        if self.in_axes is None and (self.out_axes != 0 or self.kwargs_axes):
-            raise ValueError(
-                "`out_axes` and `kwargs_axes` are for a model of one example, but with "
-                "`in_axes=None` it takes a whole batch. Leave them out."
-            )
-
-    @abc.abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel."""
-
-    def check_is_batched(self) -> None:
-        """Raises for a model of a whole batch, whose kernel has no blocks."""
-        if self.in_axes is None:
-            raise ValueError(
-                "With `in_axes=None`, a kernel cannot go to a `store` or a `mesh`, be "
-                "reduced, be computed by columns or in blocks of a `block_size`, or "
-                "show its `progress`: a model of a whole batch cannot be evaluated for "
-                "blocks of it. Use `in_axes=0` if examples do not interact."
-            )
-
-    @property
-    def traces_last(self) -> bool:
-        """Whether the last axis is traced if an output has one besides the batch."""
-        return self.trace_axes is None
-
-    @property
-    def traced_axes(self) -> tuple[int, ...]:
-        return (-1,) if self.trace_axes is None else self.trace_axes
-
-    @property
-    def symmetric(self) -> "Mirror":
-        """A function that exchanges the two sides of a kernel, for symmetry."""
-        return Mirror(self.traced_axes, self.diagonal_axes)
-
-
-class AbstractParameterKernel(AbstractKernelSettings):
-    """A kernel of derivatives with respect to parameters of a model."""
-
-    _: dataclasses.KW_ONLY
-    where: Callable[[Any], Any] | None = None
-    filter_spec: PyTree = eqx.is_inexact_array
-
-
-class AbstractJacobianKernel(AbstractParameterKernel):
-    """A kernel of Jacobians, which can be multiplied in several ways."""
-
-    _: dataclasses.KW_ONLY
-    method: KernelMethod = eqx.field(
-        static=True, converter=check_method, default="auto"
-    )
-
-
-class AbstractMetricKernel(AbstractJacobianKernel):
-    """A kernel of Jacobians in a metric of the parameters."""
-
-    _: dataclasses.KW_ONLY
-    metric: Any = None
-
-    def __check_init__(self) -> None:
-        if self.metric is not None and self.method == "ntk_vector_products":
-            raise ValueError(
-                "`method='ntk_vector_products'` has no `metric`, as it pushes "
-                "Jacobians through the model. Use 'auto' or 'sites'."
-            )
-
-
-# The requested kernels.
-Get = str | Sequence[str] | None
-
-
-_KINDS = ("nngp", "ntk")
-
-
-def names_of(get: Any) -> tuple[str, ...]:
-    """The kinds of kernels to compute."""
-    names = _KINDS if get is None else (get,) if isinstance(get, str) else get
-    if isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names):
-        names = tuple(name.lower() for name in names)
-        if names and len({*names}) == len(names) and {*names} <= {*_KINDS}:
-            return names
-    raise ValueError(
-        "`get` must be 'nngp', 'ntk', a tuple with one or both of them, each once, or "
-        f"None for both; got {get!r}."
-    )
-
-
-def check_get(get: Get) -> str | tuple[str, ...] | None:
-    names_of(get)
-    return get if get is None or isinstance(get, str) else tuple(get)
-
-
-def named(get: Any, results: list) -> Any:
-    """The kernel itself if it was requested by name, and otherwise a named tuple."""
-    if isinstance(get, str):
-        return results[0]
-    return _named_tuple("Kernel", names_of(get))(*results)
-
-
-_named_tuple = functools.cache(collections.namedtuple)
-
-
-Role = Literal["full", "diagonal", "trace"]
-
-
-# How often the kernel has an axis.
-_TIMES: dict[Role, int] = {"full": 2, "diagonal": 1, "trace": 0}
-
-
-_PROBE: Label = ("probe", 0)
-
-
-_PARTS: Labels = (("part", 0), ("part", 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputAxes:
-    """One array that a model returns, and the axes of its kernel.
-
-    - `index`: its index among all arrays that the model returns.
-    - `shapes`: the shapes for one example on the two sides. They can differ along
-        `"full"` axes.
-    - `dtype`: the dtype on both sides.
-    - `batch`: the batch axis of the whole output; None if examples are not treated
-        separately.
-    - `roles`: the role of each axis of the whole output. In the kernel, a `"full"` axis
-        appears twice, a `"diagonal"` axis once, and a `"trace"` axis not at all.
-    - `probes`: the directions that traced axes are projected on, along its first axis;
-        None for no projection.
-    """
-
-    index: int
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtype: Any
-    batch: int | None
-    roles: tuple[Role, ...]
-    probes: Inexact[Array, "probes ..."] | None = None
-
-    @property
-    def is_complex(self) -> bool:
-        return is_complex(self)
-
-    @property
-    def pairs_examples(self) -> bool:
-        """Whether the kernel has all pairs of examples."""
-        return self.batch is None or self.roles[self.batch] == "full"
-
-    @property
-    def averages_examples(self) -> bool:
-        """Whether the kernel is a mean over the examples, each paired with itself."""
-        return self.batch is not None and self.roles[self.batch] == "trace"
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether one of the sides has no entries."""
-        return any(0 in shape for shape in self.shapes)
-
-    def nothing(self, num: tuple[int, int]) -> Inexact[Array, "..."]:
-        """The kernel of outputs without entries, before its axes are arranged."""
-        return jnp.zeros(self._shape(self.out, num), self.dtype)
-
-    @property
-    def examples(self) -> Labels:
-        return (EXAMPLE, OTHER_EXAMPLE) if self.pairs_examples else (EXAMPLE,)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.shapes[0]
-
-    def whole_shape(self, num: int) -> tuple[int, ...]:
-        """The shape of the whole output for `num` examples, on the second side."""
-        shape = list(self.shapes[1])
-        if self.batch is not None:
-            shape.insert(self.batch, num)
-        return tuple(shape)
-
-    def axes_with(self, role: Role) -> list[int]:
-        """The axes of one example's output that have a role."""
-        return [axis for axis, x in enumerate(self._own_roles) if x == role]
-
-    @property
-    def _own_roles(self) -> list[Role]:
-        return [role for axis, role in enumerate(self.roles) if axis != self.batch]
-
-    def values(self, side: int) -> Labels:
-        """The labels of the output's own axes."""
-        return tuple(
-            ("output", axis) if side == 0 or role != "full" else ("other", axis)
-            for axis, role in enumerate(self._own_roles)
-        )
-
-    def directions(self, side: int) -> Labels:
-        """The labels of the first axes of `cotangents`."""
-        labels = self.values(side)
-        if self.probes is not None:
-            traced = self.axes_with("trace")
-            kept = (label for i, label in enumerate(labels) if i not in traced)
-            labels = (_PROBE, *kept)
-        return (_PARTS[side], *labels) if self.is_complex else labels
-
-    def cotangents(self, side: int) -> Inexact[Array, "..."]:
-        """The directions to pull back, along new first axes.
-
-        These are the identity or, along traced axes, the `probes`. The real and the
-        imaginary part of a complex output are pulled back separately, because each has
-        a real derivative.
-        """
-        labels, traced = self.values(side), self.axes_with("trace")
-        entries: list[Label] = [("entry", axis) for axis, _ in enumerate(labels)]
-        terms: list[Term] = [
-            (jnp.eye(size, dtype=self.dtype), (labels[axis], entries[axis]))
-            for axis, size in enumerate(self.shapes[side])
-            if self.probes is None or axis not in traced
-        ]
-        if self.probes is not None:
-            labels_of_probes = (entries[axis] for axis in traced)
-            terms.append((self.probes.astype(self.dtype), (_PROBE, *labels_of_probes)))
-        if self.is_complex:
-            terms.append((jnp.array([1.0, -1.0j], self.dtype), (_PARTS[side],)))
-        terms = terms or [(jnp.ones((), self.dtype), ())]
-        return contract(terms, (*self.directions(side), *entries))
-
-    @property
-    def out(self) -> Labels:
-        """The labels of a kernel before its axes are arranged."""
-        labels = [*self.examples, *([_PROBE] if self.probes is not None else [])]
-        for axis, role in enumerate(self._own_roles):
-            labels += (("output", axis), ("other", axis))[: _TIMES[role]]
-        return tuple(labels)
-
-    @property
-    def sizes(self) -> dict[Label, int]:
-        """The sizes of the axes of a kernel, except those of the examples."""
-        sizes: dict[Label, int] = dict.fromkeys(_PARTS, 2)
-        if self.probes is not None:
-            sizes[_PROBE] = self.probes.shape[0]
-        for axis, (size, other) in enumerate(safe_zip(*self.shapes)):
-            sizes |= {("output", axis): size, ("other", axis): other}
-        return sizes
-
-    @property
-    def parts(self) -> Labels:
-        """The labels of the last axes, for real and imaginary parts."""
-        return _PARTS if self.is_complex else ()
-
-    def join(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The complex kernel, from real and imaginary parts along the last two axes."""
-        if not self.is_complex:
-            return kernel
-        real = kernel[..., 0, 0] + kernel[..., 1, 1]
-        return lax.complex(real, kernel[..., 1, 0] - kernel[..., 0, 1])
-
-    @property
-    def _arranged_labels(self) -> list[Label]:
-        pairs = [(("output", i), ("other", i)) for i, _ in enumerate(self._own_roles)]
-        if self.batch is not None:
-            pairs.insert(self.batch, (EXAMPLE, OTHER_EXAMPLE))
-        both = safe_zip(pairs, self.roles)
-        return [label for pair, role in both for label in pair[: _TIMES[role]]]
-
-    @property
-    def example_axes(self) -> tuple[int, int]:
-        """The batch axes of an arranged kernel."""
-        labels = self._arranged_labels
-        return labels.index(EXAMPLE), labels.index(OTHER_EXAMPLE)
-
-    def arranged_shape(self, num: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of an arranged kernel, given the numbers of examples."""
-        return self._shape(self._arranged_labels, num)
-
-    def _shape(self, labels: Sequence[Label], num: tuple[int, int]) -> tuple[int, ...]:
-        sizes = {**self.sizes, EXAMPLE: num[0], OTHER_EXAMPLE: num[1]}
-        return tuple(sizes[label] for label in labels)
-
-    def arranged(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        """The kernel with its axes in their final order, in the dtype that it has.
-
-        It is divided by the sizes of the traced axes.
-        """
-        labels = list(self.out)
-        if self.averages_examples:
-            kernel, labels = jnp.mean(kernel, axis=0), labels[1:]
-        if self.batch is None:
-            kernel, labels = kernel[0, 0], labels[2:]
-        order = [labels.index(label) for label in self._arranged_labels]
-        kernel = jnp.transpose(kernel, order)
-        size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
-        return kernel if size == 1 else kernel / size
-
-
-class Mirror(eqx.Module):
-    """Exchanges the two sides of kernels of whole outputs."""
-
-    trace_axes: tuple[int, ...] = eqx.field(static=True)
-    diagonal_axes: tuple[int, ...] = eqx.field(static=True)
-
-    def __call__(self, kernels: PyTree[Inexact[Array, "..."]]) -> PyTree:
-        return jtu.tree_map(self._mirrored, kernels)
-
-    def _mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
-        single = len(self.diagonal_axes)
-        num_full = (kernel.ndim - single) // 2
-        ndim = num_full + single + len(self.trace_axes)
-        diagonal, trace = (
-            {axis % ndim for axis in axes}
-            for axes in (self.diagonal_axes, self.trace_axes)
-        )
-        order: list[int] = []
-        for axis in range(ndim):
-            first = len(order)
-            if axis in diagonal:
-                order.append(first)
-            elif axis not in trace:
-                order += [first + 1, first]
-        return jnp.conj(jnp.transpose(kernel, order))
-
-
-def check_axes(name: str, axes: Any) -> tuple[int, ...]:
-    """Axes as a tuple of ints."""
-    if not isinstance(axes, (tuple, list)):
-        axes = (axes,)
-    checked = []
-    for axis in axes:
-        number = as_int(axis)
-        if number is None:
-            raise TypeError(
-                f"`{name}` must be an int or a tuple of ints; got "
-                f"{described(axis)}. They are axes of what the model returns for a "
-                "batch."
-            )
-        checked.append(number)
-    return tuple(checked)
+from .output_axes import Mirror, OutputAxes, OutputRole
+from .settings import KernelMethod, named, names_of
 
 
 # The kind of a kernel ("nngp", "ntk", or "error" for a standard error), and the index
@@ -441,12 +59,12 @@ class Request(eqx.Module):
     key: Array | None
     metric: Metric | None
 
-    def roles(self, path: str, ndim: int, batch: int | None) -> list[Role]:
+    def roles(self, path: str, ndim: int, batch: int | None) -> list[OutputRole]:
         """The role of each axis of an output with `ndim` axes, including `batch`."""
-        roles: list[Role] = ["full"] * ndim
+        roles: list[OutputRole] = ["full"] * ndim
         is_scalar = self.traces_last and ndim == self.is_batched
         trace_axes = () if is_scalar else self.mirror.trace_axes
-        pairs: list[tuple[Role, tuple[int, ...]]]
+        pairs: list[tuple[OutputRole, tuple[int, ...]]]
         pairs = [("trace", trace_axes), ("diagonal", self.mirror.diagonal_axes)]
         for role, axes in pairs:
             name = f"{role}_axes"

@@ -16,23 +16,19 @@ import equinox as eqx
 import jax
 import jax.extend.core as jex
 
-from .._base.jaxprs import callee, inner_jaxprs, name_of, PRODUCTS
-from .._base.platforms import num_bytes, platform
+from .._base.compile import num_bytes
+from .._base.jaxprs import callee, inner_jaxprs
+from .._base.platforms import platform
+from .._base.primitives import name_of, PRODUCTS
 from .._base.traced_function import TracedFunction
 from .._base.trees import log
-from .factors import (
-    contract_cost,
-    EXAMPLE,
-    Factors,
-    has_rows,
-    Labels,
-    OTHER_EXAMPLE,
-    site_terms,
-    Term,
-)
+from .axes import Axes, axes_in, Axis, EXAMPLE, Named, OTHER_EXAMPLE
+from .contract import contract_cost
+from .factors import Factors, has_rows, site_terms
 from .gram import gram_terms, has_gram, OfLeaf
-from .site import has_named_axes, Label, Site
-from .trace import Program
+from .program import Program
+from .site import has_named_axes, Site
+from .table import SiteTable
 
 
 # The relative cost below which sites are used: they must be cheaper, because they take
@@ -72,20 +68,20 @@ def total_cost(costs: Iterable[Cost]) -> Cost:
     return sum(costs, Cost())
 
 
-def contraction_cost(contractions: Iterable[tuple[Sequence[Term], Labels]]) -> Cost:
+def contraction_cost(contractions: Iterable[tuple[Sequence[Named], Axes]]) -> Cost:
     """The cost of contractions, which read their factors and move intermediates."""
     total = Cost()
     for terms, out in contractions:
-        present = {label for _, labels in terms for label in labels}
+        present = axes_in(terms)
         flops, largest = contract_cost(terms, tuple(x for x in out if x in present))
         # Factors shared by all examples stay in the caches.
-        of_examples = [x for x, labels in terms if not _EXAMPLES.isdisjoint(labels)]
+        of_examples = [x for x, axes in terms if not _EXAMPLES.isdisjoint(axes)]
         entries = sum(math.prod(x.shape) for x in of_examples) + 2 * largest
         total += Cost(flops, float(terms[0][0].dtype.itemsize * entries))
     return total
 
 
-def gram_cost(uses: OfLeaf, other: OfLeaf, example: Label, out: Labels) -> Cost:
+def gram_cost(uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes) -> Cost:
     """The cost of inner products of gradients by `gram`, or of their squared norms."""
     pairs = gram_terms(uses, other, example)
     return contraction_cost((terms, out) for terms, _ in pairs)
@@ -96,8 +92,7 @@ def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
     contractions = []
     for site in sites:
         terms = site_terms(site, factors)
-        labels = dict.fromkeys(label for _, axes in terms for label in axes)
-        of_leaf = [label for label in labels if label[0] in ("leaf", "view")]
+        of_leaf = [axis for axis in axes_in(terms) if axis.is_of_leaf]
         contractions.append((terms, (EXAMPLE, *factors.outputs, *of_leaf)))
     return contraction_cost(contractions)
 
@@ -182,7 +177,7 @@ def plan(traced: TracedFunction, method: Method) -> tuple[Program, list[Contract
     if method != "materialise":
         program = Program(traced, num_outputs=1)
         contractions = choose(program)
-        if method == "sites" or prefers_sites(program, contractions):
+        if method == "sites" or prefers_sites(program.table, contractions):
             _say("sites", method, contractions)
             return program, contractions
     program = Program(traced, use_rules=False)
@@ -199,47 +194,48 @@ def _say(chosen: str, method: Method, contractions: list[Contraction]) -> None:
 
 def choose(program: Program) -> list[Contraction]:
     """The cheapest contraction for each leaf."""
+    table = program.table
     one = lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype)
-    factors = [*map(one, program.operands)], [*map(one, program.perturbations)]
-    leaves = range(len(program.leaves))
+    factors = [*map(one, table.operands)], [*map(one, table.perturbations)]
+    leaves = range(len(table.leaves))
 
     def norms(operands: list, cotangents: list, values: list) -> list[Cost | None]:
         factors = Factors(operands, cotangents, values=values)
         # Leaves that are alike have the same cost.
-        families = [program.family(leaf) for leaf in leaves]
+        families = [table.family(leaf) for leaf in leaves]
         of_family = {
-            family: _norm_cost(program, leaf, factors)
+            family: _norm_cost(table, leaf, factors)
             for family, leaf in dict(zip(families, leaves, strict=True)).items()
         }
         return [of_family[family] for family in families]
 
     costs = eqx.filter_eval_shape(norms, *factors, program.value_structs())
-    return [*map(functools.partial(_choose, program), leaves, costs)]
+    return [*map(functools.partial(_choose, table), leaves, costs)]
 
 
-def _norm_cost(program: Program, leaf: int, factors: Factors) -> Cost | None:
+def _norm_cost(table: SiteTable, leaf: int, factors: Factors) -> Cost | None:
     """The cost of the norm of a gradient without forming it, if it is possible."""
-    sites = program.sites_of(leaf)
-    if not sites or leaf in program.fallbacks or not has_gram(sites):
+    sites = table.of(leaf)
+    if not sites or leaf in table.fallbacks or not has_gram(sites):
         return None
     if has_rows(sites):
         num = 2 * _num_factors(sites[0])
-        return Cost(num, program.leaves[leaf].dtype.itemsize * num)
-    uses = OfLeaf(sites, factors, program.leaves[leaf])
+        return Cost(num, table.leaves[leaf].dtype.itemsize * num)
+    uses = OfLeaf(sites, factors, table.leaves[leaf])
     cost = gram_cost(uses, uses, EXAMPLE, (EXAMPLE,))
     # Bounds rest on these norms, so they keep all digits.
     return Cost(platform().exact_product * cost.flops, cost.bytes)
 
 
-def _choose(program: Program, leaf: int, norm: Cost | None) -> Contraction:
+def _choose(table: SiteTable, leaf: int, norm: Cost | None) -> Contraction:
     """The cheapest contraction, from the cost of the norm by factors."""
-    struct = program.leaves[leaf]
-    sites = program.sites_of(leaf)
+    struct = table.leaves[leaf]
+    sites = table.of(leaf)
     if not sites:
         return Contraction(leaf, "none", False, Cost())
     size = float(math.prod(struct.shape))
     width = struct.dtype.itemsize
-    if leaf in program.fallbacks:
+    if leaf in table.fallbacks:
         # The gradient is written once and read twice: for the norm and for the sum.
         return Contraction(leaf, "derivative", True, Cost(4 * size, 3 * width * size))
     factors = sum(map(_num_factors, sites))
@@ -259,26 +255,26 @@ def _choose(program: Program, leaf: int, norm: Cost | None) -> Contraction:
     return min(candidates, key=lambda contraction: contraction.cost.time)
 
 
-def prefers_sites(program: Program, contractions: list[Contraction]) -> bool:
+def prefers_sites(table: SiteTable, contractions: list[Contraction]) -> bool:
     """Whether the contractions are cheaper than forming all gradients by `vmap`."""
     by_sites = total_cost(contraction.cost for contraction in contractions)
-    formed = num_bytes(program.leaves)
-    kept = num_bytes([program.leaves[x.leaf] for x in contractions if x.keeps])
-    factors = num_bytes([*program.operands, *program.perturbations])
+    formed = num_bytes(table.leaves)
+    kept = num_bytes([table.leaves[x.leaf] for x in contractions if x.keeps])
+    factors = num_bytes([*table.operands, *table.perturbations])
     is_small = kept + factors <= formed / 2
     most = SMALL_SITES_AT_MOST if is_small else SITES_AT_MOST
-    return by_sites.time <= most * vmapped_cost(program).time
+    return by_sites.time <= most * vmapped_cost(table).time
 
 
-def vmapped_cost(program: Program) -> Cost:
+def vmapped_cost(table: SiteTable) -> Cost:
     """The cost of one example if `vmap` forms all its gradients."""
     total = Cost()
     viewed: set[tuple] = set()
-    for leaf, struct in enumerate(program.leaves):
+    for leaf, struct in enumerate(table.leaves):
         size, width = float(math.prod(struct.shape)), struct.dtype.itemsize
         # The gradient is read for the norm and for the sum.
         total += Cost(4 * size, 2 * width * size)
-        for site in program.sites_of(leaf):
+        for site in table.of(leaf):
             # Each use adds to the gradient; in a loop, each step reads and writes it.
             steps = [loop.length for loop in site.loops if not loop.is_sliced]
             uses = 2 * math.prod(steps) if steps else 1

@@ -18,14 +18,9 @@ from jax import lax
 
 from .._base.backward import along_inputs, needed_equations
 from .._base.dtypes import is_complex
-from .._base.jaxprs import (
-    callee,
-    evaluate_with,
-    IDENTITIES,
-    name_of,
-    parameters,
-)
+from .._base.jaxprs import callee, evaluate_with
 from .._base.mesh import has_explicit_axes
+from .._base.primitives import IDENTITIES, name_of, parameters
 from .._base.trees import safe_zip
 from .._base.versions import Closed
 

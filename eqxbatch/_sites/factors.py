@@ -3,43 +3,28 @@
 All arrays here have examples along axis 0. A per-example gradient with respect to a
 leaf is the sum over the leaf's sites of `einsum(a, d)`, pulled back from the view to
 the leaf. It is only formed if that is cheaper.
-
-Factors are arrays with labelled axes. Terms are contracted two at a time, in the order
-that is the cheapest.
 """
 
-import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import opt_einsum
 from jaxtyping import Array, Bool, Inexact, Integer, Real
 
-from .._base.dtypes import is_inexact, widened
-from .._base.jaxprs import full_varying_as
+from .._base.dtypes import widened
 from .._base.mesh import is_on_mesh
 from .._base.platforms import platform
+from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
-from .site import Axes, has_named_axes, Label, labels_of, positions, Site
-
-
-Labels = tuple[Label, ...]
-
-
-Term = tuple[Array, Labels]
-
-
-EXAMPLE: Label = ("example", 0)
-
-
-OTHER_EXAMPLE: Label = ("example", 1)
+from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
+from .contract import aligned, contract
+from .site import axes_of, AxisNames, has_named_axes, positions, Site
 
 
 _Leaf = Array | jax.ShapeDtypeStruct  # Only the type matters.
@@ -68,23 +53,31 @@ class Factor:
         return Factor(array, self.has_examples)
 
 
+@functools.partial(
+    jtu.register_dataclass,
+    data_fields=["operands", "cotangents", "values", "unit", "outs", "curve"],
+    meta_fields=["outputs", "num"],
+)
 @dataclasses.dataclass(eq=False)
 class Factors:
     """The operands and cotangents of all sites, for some examples.
 
     - `operands`, `cotangents`: a `Factor`, or an array of examples, for each.
-    - `outputs`: labels of the axes of the cotangents after the examples: those of the
+    - `outputs`: the axes of the cotangents after the examples: those of the
         differentiated output, if it is not a scalar.
     - `num`: the number of examples, in case there are no factors.
     - `values`: the values of the program; `unit`: a divisor of weights.
+    - `outs`, `curve`: what the function returned, and the curvature along `outputs`.
     """
 
     operands: list
     cotangents: list
-    outputs: Labels = ()
+    outputs: Axes = ()
     num: Any = None
     values: list = dataclasses.field(default_factory=list)
     unit: Array | None = None
+    outs: list = dataclasses.field(default_factory=list)
+    curve: Array | None = None
 
     def __post_init__(self) -> None:
         as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
@@ -94,6 +87,11 @@ class Factors:
             factors = [*self.operands, *self.cotangents]
             arrays = (x.array for x in factors if x.has_examples)
             self.num = next((x.shape[0] for x in arrays if x is not None), None)
+
+    def __repr__(self) -> str:
+        numbers = f"{len(self.operands)} operands, {len(self.cotangents)} cotangents"
+        along = f" along {', '.join(map(repr, self.outputs))}" if self.outputs else ""
+        return f"<factors of {self.num} examples: {numbers}{along}>"
 
     def where(self, is_kept: Bool[Array, " n"]) -> "Factors":
         """Zeros in place of the factors of the examples that are not kept."""
@@ -176,23 +174,24 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
-def label_terms(
-    site: Site, factors: Factors, example: Label, labels: dict[str, Label]
-) -> list[Term]:
+def named_terms(
+    site: Site, factors: Factors, example: Axis, by_name: dict[str, Axis]
+) -> list[Named]:
     """The operand of a site, if it has one, and the cotangent, which comes last.
 
     Between them is the group of each position, if the site has groups.
     """
     a, d = factors.expanded(site)
 
-    def labelled(factor: Factor, outputs: Labels, names: Axes) -> Term:
+    def named(factor: Factor, outputs: Axes, names: AxisNames) -> Named:
         lead = (example,) if factor.has_examples else ()
-        return factor.array, (*lead, *outputs, *(labels[name] for name in names))
+        axes = (*lead, *outputs, *(by_name[name] for name in names))
+        return Named(factor.array, axes)
 
-    cotangent = labelled(d, factors.outputs, site.d_axes)
+    cotangent = named(d, factors.outputs, site.d_axes)
     if a is None:
         return [cotangent]
-    operand = labelled(a, (), site.a_axes)
+    operand = named(a, (), site.a_axes)
     if site.rule.drops:
         cotangent = _without_dropped(cotangent, operand, site)
     which = factors.which(site)
@@ -202,18 +201,18 @@ def label_terms(
     group = str(site.rule.group)
     is_met = jax.nn.one_hot(which.array, site.sizes[group], dtype=d.array.dtype)
     names = (*site.which_axes, group)
-    return [operand, labelled(which.of(is_met), (), names), cotangent]
+    return [operand, named(which.of(is_met), (), names), cotangent]
 
 
-def _without_dropped(cotangent: Term, tokens: Term, site: Site) -> Term:
+def _without_dropped(cotangent: Named, tokens: Named, site: Site) -> Named:
     """Replaces entries by zero where a token selects no row of a table."""
-    (d, labels), (rows, token_labels) = cotangent, tokens
-    missing = tuple(label for label in token_labels if label not in labels)
+    (d, axes), (rows, of_rows) = cotangent, tokens
+    missing = tuple(axis for axis in of_rows if axis not in axes)
     # Examples come first.
-    joined = (*missing, *labels)
-    is_in = aligned(rows < site.sizes[str(site.rule.token)], token_labels, joined)
-    d = aligned(d, labels, joined)
-    return jnp.where(is_in, d, jnp.zeros((), d.dtype)), joined
+    joined = (*missing, *axes)
+    is_in = aligned(rows < site.sizes[str(site.rule.token)], of_rows, joined)
+    d = aligned(d, axes, joined)
+    return Named(jnp.where(is_in, d, jnp.zeros((), d.dtype)), joined)
 
 
 def scale_of(site: Site) -> Any:
@@ -237,8 +236,8 @@ def weights_of(site: Site, values: list) -> Array:
 
 
 def weight_terms(
-    site: Site, values: list, labels: dict[str, Label], unit: Array | None = None
-) -> list[Term]:
+    site: Site, values: list, by_name: dict[str, Axis], unit: Array | None = None
+) -> list[Named]:
     """The weights of a leaf's entries on the way to a site, if there are any.
 
     They are divided by the `unit`, if there is one.
@@ -247,18 +246,18 @@ def weight_terms(
         return []
     weights = weights_of(site, values)
     weights = weights if unit is None else weights / unit
-    return [(weights, tuple(labels[name] for name in site.w_axes))]
+    return [Named(weights, tuple(by_name[name] for name in site.w_axes))]
 
 
-def site_terms(site: Site, factors: Factors) -> list[Term]:
+def site_terms(site: Site, factors: Factors) -> list[Named]:
     """The arrays whose contraction is a site's gradient, pulled back to the leaf.
 
     If the view's axes are not those of the leaf, it is the gradient with respect to the
     view.
     """
-    labels = labels_of(site, 0)
-    terms = label_terms(site, factors, EXAMPLE, labels)
-    return [*terms, *weight_terms(site, factors.values, labels, factors.unit)]
+    by_name = axes_of(site, 0)
+    terms = named_terms(site, factors, EXAMPLE, by_name)
+    return [*terms, *weight_terms(site, factors.values, by_name, factors.unit)]
 
 
 def has_rows(sites: Sequence[Site]) -> bool:
@@ -266,9 +265,9 @@ def has_rows(sites: Sequence[Site]) -> bool:
     if len(sites) != 1 or sites[0].rule.token is None:
         return False
     (site,) = sites
-    labels = labels_of(site, 0)
+    of_token = axes_of(site, 0)[str(site.rule.token)]
     is_plain = has_named_axes(site) and not has_weights(site)
-    are_rows = labels[str(site.rule.token)][0] == "leaf"
+    are_rows = of_token.role is Role.LEAF
     are_places = {*positions(site)} <= {*site.a_axes}
     is_sliced = any(loop.is_sliced for loop in site.loops)
     is_other = is_sliced or site.takes_real_part
@@ -282,11 +281,11 @@ def rows_of_tokens(
 
     Of equal tokens, the first has the row. The others have zero, and no token.
     """
-    labels = labels_of(site, 0)
-    (tokens, places), (d, axes) = label_terms(site, factors, EXAMPLE, labels)
-    of_row = sorted(label for label in axes if label[0] == "leaf")
-    lead = (EXAMPLE, *(label for label in places if label != EXAMPLE))
-    rest = (label for label in axes if label not in lead and label not in of_row)
+    by_name = axes_of(site, 0)
+    (tokens, places), (d, axes) = named_terms(site, factors, EXAMPLE, by_name)
+    of_row = sorted(axis for axis in axes if axis.role is Role.LEAF)
+    lead = (EXAMPLE, *(axis for axis in places if axis != EXAMPLE))
+    rest = (axis for axis in axes if axis not in lead and axis not in of_row)
     d = aligned(d, axes, (*lead, *rest, *of_row))
     num, total = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
     d = jnp.broadcast_to(d, (num, *d.shape[1:])).reshape(num, total, -1)
@@ -372,10 +371,10 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     """The gradients at a site from its own factors, for the steps that it has."""
     site = site.with_own(0, 0, 1)
     terms = site_terms(site, factors)
-    present = {label for _, labels in terms for label in labels}
+    present = axes_in(terms)
     lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
     # An axis of size 1 may be missing from both; the reshape restores it.
-    of_leaf = sorted(label for label in present if label[0] in ("leaf", "view"))
+    of_leaf = sorted(axis for axis in present if axis.is_of_leaf)
     product = contract(terms, (*lead, *of_leaf))
     shape = product.shape[: len(lead)]
     if has_named_axes(site):
@@ -477,159 +476,3 @@ def _outputs(
             output = jax.vmap(output, in_axes, axis_size=num)
         outs.append(output(a, site.view.apply(leaf, values)))
     return outs
-
-
-def contract(terms: Sequence[Term], out: Labels) -> Array:
-    """The sum of the product of the terms over all labels that are not in `out`."""
-    terms = _summed(terms, out)
-    labels = tuple(labels for _, labels in terms)
-    path, _ = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
-    # The first of two terms stays the first, so that the compiler recognises equal
-    # products.
-    items = [(i, *term) for i, term in enumerate(terms)]
-    for step in path:
-        chosen = sorted((items[i] for i in step), key=lambda item: item[0])
-        items = [item for i, item in enumerate(items) if i not in step]
-        needed = {*out, *(label for _, _, labels in items for label in labels)}
-        wanted = None if items else out
-        product = _product([(x, labels) for _, x, labels in chosen], needed, wanted)
-        items.append((chosen[0][0], *product))
-    ((_, product, _),) = items
-    return product
-
-
-def _product(terms: list[Term], needed: set[Label], wanted: Labels | None) -> Term:
-    """The product of one or two terms, summed over labels that are no longer needed.
-
-    Its axes are in the order of `wanted`, or in any order.
-    """
-    (x, labels), *rest = terms
-    others: Labels = rest[0][1] if rest else ()
-    if rest and needed.issuperset({*labels, *others}):
-        # Nothing is summed over. The axes of the larger term are kept.
-        (y, _) = rest[0]
-        if wanted is None:
-            first, second = (labels, others) if x.size >= y.size else (others, labels)
-            wanted = (*first, *(label for label in second if label not in first))
-        return aligned(x, labels, wanted) * aligned(y, others, wanted), wanted
-    if wanted is None:
-        wanted = (
-            *(label for label in labels if label in others and label in needed),
-            *(label for label in labels if label not in others and label in needed),
-            *(label for label in others if label not in labels and label in needed),
-        )
-    sizes = _sizes((labels, x.shape) for x, labels in terms)
-    terms, out = _fused(terms, wanted)
-    expression = _expression([labels for _, labels in terms], out)
-    product = jnp.einsum(expression, *(x for x, _ in terms))
-    return product.reshape([sizes[label] for label in wanted]), wanted
-
-
-def aligned(x: Array, axes: Labels, labels: Labels) -> Array:
-    """`x` with axes for all `labels`, of size 1 for missing ones."""
-    order = sorted(range(len(axes)), key=lambda axis: labels.index(axes[axis]))
-    missing = [axis for axis, label in enumerate(labels) if label not in axes]
-    return jnp.expand_dims(jnp.transpose(x, order), missing)
-
-
-def _expression(terms: Sequence[Labels], out: Labels) -> str:
-    symbols: dict[Label, str] = {}
-    parts = [
-        "".join(
-            symbols.setdefault(label, opt_einsum.get_symbol(len(symbols)))
-            for label in term
-        )
-        for term in terms
-    ]
-    return ",".join(parts) + "->" + "".join(symbols[label] for label in out)
-
-
-def contract_cost(terms: Sequence[Term], out: Labels) -> tuple[float, float]:
-    """The FLOPs of `contract`, and the size of its largest intermediate array."""
-    flops = float(sum(x.size for x, _ in terms))
-    terms = _summed(terms, out)
-    labels = tuple(labels for _, labels in terms)
-    _, info = _optimal_path(labels, tuple(x.shape for x, _ in terms), out)
-    if info is None:
-        return flops, 0.0
-    return flops + float(info.opt_cost), float(info.largest_intermediate)
-
-
-def _sizes(axes: Iterable[tuple[Labels, tuple[int, ...]]]) -> dict[Label, int]:
-    return {x: size for labels, shape in axes for x, size in safe_zip(labels, shape)}
-
-
-def _fused(terms: Sequence[Term], out: Labels) -> tuple[list[Term], Labels]:
-    """Equal terms with fewer axes: drops those of size 1 and merges neighbours.
-
-    A matrix product runs faster than the same product over many axes.
-    """
-    sizes = _sizes((labels, x.shape) for x, labels in terms)
-    lists = [
-        [label for label in labels if sizes[label] != 1]
-        for labels in (*(labels for _, labels in terms), out)
-    ]
-    for label in sizes:
-        while True:
-            # Wherever one of the two appears, they must be adjacent.
-            following = {
-                names[names.index(label) + 1] if names[-1] != label else None
-                for names in lists
-                if label in names
-            }
-            other = following.pop() if len(following) == 1 else None
-            if other is None or other == label:
-                break
-            if any(label not in names for names in lists if other in names):
-                break
-            if any(names.count(x) > 1 for names in lists for x in (label, other)):
-                break
-            for names in lists:
-                if other in names:
-                    names.remove(other)
-            sizes[label] *= sizes[other]
-    fused = [
-        (x.reshape([sizes[label] for label in names]), tuple(names))
-        for (x, _), names in safe_zip(terms, lists[:-1])
-    ]
-    return fused, tuple(lists[-1])
-
-
-def _summed(terms: Sequence[Term], out: Labels) -> list[Term]:
-    """The terms, each summed over the labels that only it has."""
-    counts = collections.Counter(label for _, labels in terms for label in labels)
-    summed = []
-    for x, labels in terms:
-        alone = [i for i, n in enumerate(labels) if counts[n] == 1 and n not in out]
-        kept = tuple(label for i, label in enumerate(labels) if i not in alone)
-        # A sum over no axes is an equation, too, and widens integers.
-        is_sum = alone or not is_inexact(x)
-        summed.append((jnp.sum(x, axis=tuple(alone)) if is_sum else x, kept))
-    return summed
-
-
-@functools.lru_cache(maxsize=4096)
-def _optimal_path(
-    labels: tuple[Labels, ...], shapes: tuple[tuple[int, ...], ...], out: Labels
-) -> tuple[Any, Any]:
-    if any(0 in shape for shape in shapes):
-        # One after the other.
-        return [(0,), *[(0, 1)] * (len(labels) - 1)][len(labels) > 1 :], None
-    expression = _expression(labels, out)
-    # No intermediate may be larger than the existing arrays, or else than the smaller
-    # of a Gram matrix and a gradient.
-    sizes = _sizes(safe_zip(labels, shapes))
-    everywhere = set.intersection(*map(set, labels))
-    of_leaf = {label for label in sizes if label[0] in ("leaf", "view")}
-    num = lambda labels: math.prod(sizes[label] for label in labels)
-    gram = num((set(sizes) - of_leaf) | everywhere)
-    gradient = num(of_leaf | set(out))
-    limit = max(min(gram, gradient), *map(math.prod, shapes))
-    find = functools.partial(
-        opt_einsum.contract_path, expression, *shapes, shapes=True, optimize="optimal"
-    )
-    path, info = find(memory_limit=limit)
-    if any(len(step) > 2 for step in path):
-        # No pair of terms has a small enough product.
-        path, info = find()
-    return path, info

@@ -15,21 +15,14 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._base.jaxprs import SUMS
+from .._base.primitives import SUMS
 from .._base.trees import safe_zip
-from .factors import (
-    aligned,
-    EXAMPLE,
-    Factors,
-    has_weights,
-    label_terms,
-    Labels,
-    scale_of,
-    Term,
-)
-from .shared import nodes_up_to
-from .site import Axes, has_named_axes, Label, Site
-from .trace import Program
+from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
+from .contract import aligned
+from .factors import Factors, has_weights, named_terms, scale_of
+from .site import AxisNames, has_named_axes, Site
+from .table import SiteTable
+from .values import nodes_up_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,51 +97,47 @@ class Layout:
 class AxisRoles:
     """How the axes of a site correspond to the layout of its weight.
 
-    - `labels`: the role of each axis that the site names.
+    - `by_name`: the axes that the site names.
     - `is_swapped`: whether the operand has the outputs of the layout, for example if an
         embedding is also the last layer.
     """
 
     site: Site
-    labels: dict[str, Label]
+    by_name: dict[str, Axis]
     is_swapped: bool
 
-    def terms(self, factors: Factors) -> tuple[Term, Term, Labels, Term | None]:
+    def terms(self, factors: Factors) -> tuple[Named, Named, Axes, Named | None]:
         """The operand, the cotangent, and the positions that they share.
 
         Both are summed over axes that only one of them has. The cotangent is multiplied
         by the scale of the site. If a position meets the matrix of one group, both are
         zero for all others; where they are not is returned, too.
         """
-        terms = label_terms(self.site, factors, EXAMPLE, self.labels)
+        terms = named_terms(self.site, factors, EXAMPLE, self.by_name)
         (a, of_a), *met, (d, of_d) = terms
         if met:
             (a, of_a), (d, of_d) = (_times(x, met[0]) for x in (terms[0], terms[-1]))
-        shared = [label for label in of_a if label in of_d and _is_position(label)]
-        sums: list[Term] = []
-        for x, labels in ((a, of_a), (d, of_d)):
+        shared = [axis for axis in of_a if axis in of_d and axis.is_position]
+        sums: list[Named] = []
+        for x, axes in ((a, of_a), (d, of_d)):
             alone = [
-                axis
-                for axis, label in enumerate(labels)
-                if _is_position(label) and label not in shared
+                number
+                for number, axis in enumerate(axes)
+                if axis.is_position and axis not in shared
             ]
-            kept = tuple(label for i, label in enumerate(labels) if i not in alone)
+            kept = tuple(axis for i, axis in enumerate(axes) if i not in alone)
             is_tokens = x is a and self.site.rule.token is not None
-            sums.append((x if is_tokens else jnp.sum(x, axis=tuple(alone)), kept))
+            total = x if is_tokens else jnp.sum(x, axis=tuple(alone))
+            sums.append(Named(total, kept))
         (d, of_d) = sums[1]
-        scaled = d * scale_of(self.site), of_d
+        scaled = Named(d * scale_of(self.site), of_d)
         return sums[0], scaled, tuple(shared), met[0] if met else None
 
 
-def _times(term: Term, other: Term) -> Term:
+def _times(term: Named, other: Named) -> Named:
     """The product of two terms, with the axes of both."""
-    (x, labels), (y, others) = term, other
-    joined = (*labels, *(label for label in others if label not in labels))
-    return aligned(x, labels, joined) * aligned(y, others, joined), joined
-
-
-def _is_position(label: Label) -> bool:
-    return label[0] == 0
+    axes = tuple(axes_in([term, other]))
+    return Named(aligned(*term, axes) * aligned(*other, axes), axes)
 
 
 Structure = Literal["kronecker", "block", "diagonal"]
@@ -188,18 +177,18 @@ class Part:
 _LARGEST = 512
 
 
-def parts_of(program: Program, chosen: Sequence[Sequence[int]] | None) -> list[Part]:
+def parts_of(table: SiteTable, chosen: Sequence[Sequence[int]] | None) -> list[Part]:
     """The blocks of leaves; a bias joins its weight unless blocks are `chosen`."""
-    num = len(program.leaves)
+    num = len(table.leaves)
     joined: dict[int, tuple[int, Layout]] = {}
-    layouts = {leaf: _layout(program, leaf) for leaf in range(num)}
+    layouts = {leaf: _layout(table, leaf) for leaf in range(num)}
     for weight, layout in layouts.items():
         if isinstance(layout, str):
             continue
-        met = {site.perturbation for site in program.sites_of(weight)}
-        sharing = {x.leaf for x in program.sites if x.perturbation in met} - {weight}
+        met = {site.perturbation for site in table.of(weight)}
+        sharing = {x.leaf for x in table.sites if x.perturbation in met} - {weight}
         for bias in sorted(sharing):
-            extended = _with_bias(program, weight, layout, bias)
+            extended = _with_bias(table, weight, layout, bias)
             if extended is not None:
                 joined[weight] = (bias, extended)
                 break
@@ -209,11 +198,11 @@ def parts_of(program: Program, chosen: Sequence[Sequence[int]] | None) -> list[P
         biases = {w: (bias,) for w, (bias, _) in joined.items() if counts[bias] == 1}
         others = {*range(num)}.difference(*biases.values())
         chosen = [(leaf, *biases.get(leaf, ())) for leaf in sorted(others)]
-    return [_part(program, leaves, layouts, joined) for leaves in chosen]
+    return [_part(table, leaves, layouts, joined) for leaves in chosen]
 
 
 def _part(
-    program: Program,
+    table: SiteTable,
     leaves: Sequence[int],
     layouts: dict[int, Layout | str],
     joined: dict[int, tuple[int, Layout]],
@@ -225,38 +214,38 @@ def _part(
         if weight in joined and joined[weight][0] in leaves:
             bias, layout = joined[weight]
             leaves = weight, bias
-    shapes = tuple(program.leaves[leaf].shape for leaf in leaves)
+    shapes = tuple(table.leaves[leaf].shape for leaf in leaves)
     if isinstance(layout, Layout):
-        sites = program.sites_of(leaves[0])
+        sites = table.of(leaves[0])
         is_counted = all(site.rule.token is not None for site in sites)
         return Part(tuple(leaves), shapes, "kronecker", layout, is_counted)
-    is_small = len(leaves) > 1 or program.leaves[leaves[0]].size <= _LARGEST
+    is_small = len(leaves) > 1 or table.leaves[leaves[0]].size <= _LARGEST
     structure: Structure = "block" if is_small else "diagonal"
     return Part(tuple(leaves), shapes, structure, reason=layout)
 
 
-def multiplied(program: Program, leaf: int) -> int | None:
+def multiplied(table: SiteTable, leaf: int) -> int | None:
     """Another leaf that a leaf is multiplied with, or None."""
-    for i in (i for site in program.sites_of(leaf) for i in site.view.reads):
-        nodes = nodes_up_to([program.nodes[i]])
+    for i in (i for site in table.of(leaf) for i in site.view.reads):
+        nodes = nodes_up_to([table.nodes[i]])
         leaves = {x.leaf for x in nodes if x.leaf is not None and x.varies} - {leaf}
         if leaves:
             return min(leaves)
     return None
 
 
-def uses_of(program: Program, part: Part) -> list[AxisRoles]:
+def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
     """The sites of a weight with Kronecker factors."""
     assert part.layout is not None
     uses = []
-    for site in program.sites_of(part.leaves[0]):
-        labels, _ = _labels(program, site)
-        kinds = _kinds(site, labels)
+    for site in table.of(part.leaves[0]):
+        by_name, _ = _split_axes(table, site)
+        kinds = _kinds(site, by_name)
         assert kinds is not None
         is_swapped = _present(kinds[1], part.layout.shape) != _present(
             part.layout.outputs, part.layout.shape
         )
-        uses.append(AxisRoles(site, labels, is_swapped))
+        uses.append(AxisRoles(site, by_name, is_swapped))
     return uses
 
 
@@ -265,8 +254,10 @@ def _present(axes: Sequence[int], shape: tuple[int, ...]) -> set[int]:
     return {axis for axis in axes if shape[axis] != 1}
 
 
-def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, ...]]:
-    """The roles of a site's axes, and the shape of its leaf with axes split."""
+def _split_axes(
+    table: SiteTable, site: Site
+) -> tuple[dict[str, Axis], tuple[int, ...]]:
+    """The axes of a site by name, and the shape of its leaf with axes split."""
     axes, sizes = site.view.axes, site.sizes
     assert axes is not None
     names = iter(site.w_axes)
@@ -278,38 +269,39 @@ def _labels(program: Program, site: Site) -> tuple[dict[str, Label], tuple[int, 
         if axis is not None:
             of_axes[axis] = split
     shape: list[int] = []
-    labels: dict[str, Label] = {name: (0, name) for name in sizes}
-    for axis, length in enumerate(program.leaves[site.leaf].shape):
+    by_name = {name: Axis(Role.POSITION, name, 0) for name in sizes}
+    for axis, length in enumerate(table.leaves[site.leaf].shape):
         split = of_axes.get(axis, [])
-        labels.update((x, ("leaf", i)) for i, x in enumerate(split, len(shape)))
+        numbered = enumerate(split, len(shape))
+        by_name.update((name, Axis(Role.LEAF, i)) for i, name in numbered)
         shape += [sizes[x] for x in split] or [length]
-    return labels, tuple(shape)
+    return by_name, tuple(shape)
 
 
 _Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-def _kinds(site: Site, labels: dict[str, Label]) -> _Kinds | None:
+def _kinds(site: Site, by_name: dict[str, Axis]) -> _Kinds | None:
     """The axes of a leaf in both factors, in the cotangent and in the operand.
 
     None if the site is not a matrix product.
     """
     token = () if site.rule.token is None else (site.rule.token,)
     group = () if site.rule.group is None else (site.rule.group,)
-    of_a = {labels[name] for name in (*site.a_axes, *token, *group)}
-    of_d = {labels[name] for name in (*site.d_axes, *group)}
+    of_a = {by_name[name] for name in (*site.a_axes, *token, *group)}
+    of_d = {by_name[name] for name in (*site.d_axes, *group)}
     batch, outputs, inputs = (
-        tuple(sorted(label[1] for label in part if not _is_position(label)))
+        tuple(sorted(axis.number for axis in part if not axis.is_position))
         for part in (of_a & of_d, of_d - of_a, of_a - of_d)
     )
     return (batch, outputs, inputs) if inputs and site.operand is not None else None
 
 
-def _layout(program: Program, leaf: int) -> Layout | str:
+def _layout(table: SiteTable, leaf: int) -> Layout | str:
     """The layout of a leaf, or the reason why it has no Kronecker factors."""
-    if leaf in program.fallbacks:
-        return program.fallbacks[leaf]
-    sites, shape = program.sites_of(leaf), program.leaves[leaf].shape
+    if leaf in table.fallbacks:
+        return table.fallbacks[leaf]
+    sites, shape = table.of(leaf), table.leaves[leaf].shape
     if not sites:
         return "the function does not use it"
     layouts: list[Layout] = []
@@ -317,11 +309,11 @@ def _layout(program: Program, leaf: int) -> Layout | str:
         reason = _reason(site)
         if reason is not None:
             return reason
-        labels, split = _labels(program, site)
-        of_leaf = [name for name, label in labels.items() if label[0] == "leaf"]
+        by_name, split = _split_axes(table, site)
+        of_leaf = [name for name, axis in by_name.items() if axis.role is Role.LEAF]
         if math.prod(site.sizes[name] for name in of_leaf) != math.prod(shape):
             return "only a part of it is used"
-        kinds = _kinds(site, labels)
+        kinds = _kinds(site, by_name)
         if kinds is None:
             return "it is added, or multiplied entry by entry"
         layouts.append(Layout(shape, split, *kinds))
@@ -359,18 +351,18 @@ def _fits(layout: Layout, other: Layout) -> bool:
 
 
 def _with_bias(
-    program: Program, weight: int, layout: Layout, bias: int
+    table: SiteTable, weight: int, layout: Layout, bias: int
 ) -> Layout | None:
     """The layout with a bias as one more input; None if it is not one.
 
     A bias is one if it is added to each product with the weight, and to nothing else.
     """
-    sites, others = program.sites_of(weight), program.sites_of(bias)
-    if bias in program.fallbacks or len(sites) != len(others):
+    sites, others = table.of(weight), table.of(bias)
+    if bias in table.fallbacks or len(sites) != len(others):
         return None
     by_perturbation = {site.perturbation: site for site in sites}
     matches = {
-        _bias_axes(program, by_perturbation.get(other.perturbation), other)
+        _bias_axes(table, by_perturbation.get(other.perturbation), other)
         for other in others
     }
     if len(by_perturbation) != len(sites) or len(matches) != 1:
@@ -384,12 +376,12 @@ def _with_bias(
     # Axes of size 1, which a bias may lack.
     missing = {*layout.batch, *layout.outputs} - {*axes}
     axes = (*axes, *sorted(missing))
-    shape = program.leaves[bias].shape
+    shape = table.leaves[bias].shape
     return dataclasses.replace(layout, bias=(shape, axes))
 
 
 def _bias_axes(
-    program: Program, site: Site | None, other: Site
+    table: SiteTable, site: Site | None, other: Site
 ) -> tuple[int, ...] | None:
     """The axes of a weight that match those of an array added to the product."""
     if site is None or other.rule.kind not in SUMS:
@@ -401,21 +393,21 @@ def _bias_axes(
     steps = lambda x: [(loop.loop, loop.length, loop.start) for loop in x.loops]
     if steps(site) != steps(other):
         return None
-    labels, _ = _labels(program, site)
-    of_bias, shape = _labels(program, other)
-    if math.prod(shape) != program.leaves[other.leaf].size:
+    of_weight, _ = _split_axes(table, site)
+    of_bias, shape = _split_axes(table, other)
+    if math.prod(shape) != table.leaves[other.leaf].size:
         return None
-    names: dict[str, Axes] = {
+    names: dict[str, AxisNames] = {
         f"loop{i}": (f"loop{i}",) for i, _ in enumerate(site.loops)
     }
     for of_site, of_other in safe_zip(site.rule.y_axes, other.rule.y_axes):
         names.update((name, of_site) for name in of_other)
-    axes: dict[int, list[Label]] = {}
-    for name, label in of_bias.items():
-        if label[0] == "leaf" and name in names and other.sizes[name] != 1:
-            axes[label[1]] = [labels[x] for x in names[name]]
-    of_leaf = [label for _, labels in sorted(axes.items()) for label in labels]
-    if any(_is_position(label) for label in of_leaf):
+    matches: dict[int, list[Axis]] = {}
+    for name, axis in of_bias.items():
+        if axis.role is Role.LEAF and name in names and other.sizes[name] != 1:
+            matches[axis.number] = [of_weight[x] for x in names[name]]
+    of_leaf = [axis for _, axes in sorted(matches.items()) for axis in axes]
+    if any(axis.is_position for axis in of_leaf):
         return None
-    numbers = tuple(label[1] for label in of_leaf)
+    numbers = tuple(axis.number for axis in of_leaf)
     return numbers if len({*numbers}) == len(numbers) else None

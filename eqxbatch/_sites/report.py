@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 
-from .._base.checks import check_fields
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._base.types import check_fields
 from .cost import choose, Method, prefers_sites, total_cost, vmapped_cost
 from .kronecker import multiplied, parts_of
+from .program import Program
 from .site import Site
-from .trace import Program
+from .table import SiteTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,19 +197,20 @@ def table(
 def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     """The report on a function of leaves at these paths."""
     program = Program(traced)
+    table = program.table
     contractions = choose(program)
     by_sites = total_cost(contraction.cost for contraction in contractions)
-    materialised = vmapped_cost(program)
-    kfac = _kfac(program, paths)
+    materialised = vmapped_cost(table)
+    kfac = _kfac(table, paths)
     leaves = []
     for contraction, path in safe_zip(contractions, paths):
         leaf = contraction.leaf
-        reason = program.fallbacks.get(leaf)
+        reason = table.fallbacks.get(leaf)
         leaves.append(
             LeafReport(
                 path=path,
-                shape=program.leaves[leaf].shape,
-                sites=() if reason else tuple(map(_name, program.sites_of(leaf))),
+                shape=table.leaves[leaf].shape,
+                sites=() if reason else tuple(map(_name, table.of(leaf))),
                 contraction=contraction.form,
                 flops=contraction.cost.flops,
                 bytes=contraction.cost.bytes,
@@ -219,7 +221,7 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
         )
     return SitesReport(
         leaves=tuple(leaves),
-        method="sites" if prefers_sites(program, contractions) else "materialise",
+        method="sites" if prefers_sites(table, contractions) else "materialise",
         flops=by_sites.flops,
         bytes=by_sites.bytes,
         materialised_flops=materialised.flops,
@@ -227,15 +229,15 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     )
 
 
-def _kfac(program: Program, paths: list[str]) -> dict[int, tuple[str, str | None]]:
+def _kfac(table: SiteTable, paths: list[str]) -> dict[int, tuple[str, str | None]]:
     """The block of each leaf in `filter_kfac`, and why it has no factors, if so."""
     rows: dict[int, tuple[str, str | None]] = {}
-    for part in parts_of(program, None):
+    for part in parts_of(table, None):
         first, *rest = part.leaves
         rows[first] = str(part), part.reason
         rows.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
     for leaf, _ in enumerate(paths):
-        other = multiplied(program, leaf)
+        other = multiplied(table, leaf)
         if other is not None:
             rows[leaf] = "refused", f"it is multiplied with {paths[other]}"
     return rows

@@ -14,38 +14,27 @@ forming the gradient, and each has conditions:
     A small site, with few numbers that are computed from a whole leaf, such as a
     penalty, needs none of this: its gradients are sums of a few fixed directions.
 - `"hessian"`: the second derivatives of a pair of sites. Perturbations are real, so
-    nothing at either site may be complex. Products with the matrices of groups have
-    one factor more, and are left out.
+    nothing at either site may be complex.
 - `"diagonal"`: only the diagonal of these. In addition, each axis of the views must be
     known to be an axis of the leaf, so that the factors have it; or the sites are
     small.
 
 If a condition is not known to hold, the leaf uses the gradient, or products.
-
-Rules say how a parameter meets the rest of an equation that is linear in it. At
-`y = w(a)`, the gradient of anything with respect to `w` is a contraction of the operand
-`a` and the cotangent `d` of `y`. A rule names the axes of both and of `w`: the gradient
-is the sum over all axes that `w` does not have.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.extend.core as jex
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Integer
+from jaxtyping import Array
 
 from .._base.dtypes import is_complex
-from .._base.jaxprs import full_varying_as, literal, SUMS
-from .._base.platforms import patches
-from .._base.ragged import groups_of_rows, product_with_groups, RaggedAxes
 from .._base.trees import safe_zip
-from .shared import leaf_view, Loop, Node, Steps, View
+from .axes import Axis, Role
+from .values import Node
+from .views import leaf_view, Loop, Steps, View
 
 
 # Gradients with at most this many fixed directions are not formed.
@@ -55,13 +44,10 @@ _MOST_DIRECTIONS = 4
 Form = Literal["gram", "hessian", "diagonal"]
 
 
-Label = tuple  # A pair: for one side, or for a leaf or view that both share.
-
-
 _Struct = jax.ShapeDtypeStruct
 
 
-Axes = tuple[str, ...]
+AxisNames = tuple[str, ...]
 
 
 def _same(x: Any) -> Any:
@@ -98,9 +84,9 @@ class Rule:
     kind: str
     op: Callable[[Any, Array], Array]
     operand: Callable[[list], Array] | None
-    a_axes: Axes
-    d_axes: Axes
-    w_axes: Axes
+    a_axes: AxisNames
+    d_axes: AxisNames
+    w_axes: AxisNames
     sizes: dict[str, int]
     expand: Callable[[Array], Array] = _same
     arrange: Callable[[Array], Array] = _same
@@ -108,15 +94,21 @@ class Rule:
     drops: bool = False
     group: str | None = None
     which: Callable[[list], Array] | None = None
-    which_axes: Axes = ()
+    which_axes: AxisNames = ()
     scale: float = 1.0
     splits: bool = False
     is_of_inverse: bool = False
-    outputs: tuple[Axes, ...] | None = None
+    outputs: tuple[AxisNames, ...] | None = None
     key: str = ""
 
+    def __repr__(self) -> str:
+        listed = lambda axes: f"({', '.join(axes)})"
+        operand = "" if self.operand is None else f"a{listed(self.a_axes)} "
+        factors = f"{operand}d{listed(self.d_axes)}"
+        return f"{self.kind}: {factors} -> w{listed(self.w_axes)}"
+
     @property
-    def y_axes(self) -> tuple[Axes, ...]:
+    def y_axes(self) -> tuple[AxisNames, ...]:
         """The names of each axis of `y` in `d_axes`."""
         if self.outputs is not None:
             return self.outputs
@@ -153,6 +145,12 @@ class Site:
     is_reverse: bool = False
     is_in_branch: bool = False
 
+    def __repr__(self) -> str:
+        loops = "".join(f", {loop.length} steps" for loop in self.loops)
+        operand = "" if self.operand is None else f", a = operand {self.operand}"
+        factors = f"d = cotangent {self.perturbation}{operand}"
+        return f"<{self.view!r} in {self.rule!r}{loops}; {factors}>"
+
     @property
     def leaf(self) -> int:
         return self.view.leaf
@@ -180,22 +178,22 @@ class Site:
         return {**steps, **self.rule.sizes}
 
     @property
-    def a_axes(self) -> Axes:
+    def a_axes(self) -> AxisNames:
         return (*self._loop_axes(), *self.rule.a_axes)
 
     @property
-    def d_axes(self) -> Axes:
+    def d_axes(self) -> AxisNames:
         return (*self._loop_axes(), *self.rule.d_axes)
 
     @property
-    def which_axes(self) -> Axes:
+    def which_axes(self) -> AxisNames:
         return (*self._loop_axes(), *self.rule.which_axes)
 
     @property
-    def w_axes(self) -> Axes:
+    def w_axes(self) -> AxisNames:
         return (*self._loop_axes(only_sliced=True), *self.rule.w_axes)
 
-    def _loop_axes(self, *, only_sliced: bool = False) -> Axes:
+    def _loop_axes(self, *, only_sliced: bool = False) -> AxisNames:
         return tuple(
             f"loop{i}"
             for i, loop in enumerate(self.loops)
@@ -307,24 +305,25 @@ def has_few_directions(site: Site) -> bool:
     return is_plain and is_real and math.prod(view.shape) <= _MOST_DIRECTIONS
 
 
-def labels_of(site: Site, side: int) -> dict[str, Label]:
-    """The labels of the named axes of a site; two sites share labels of common axes."""
-    labels: dict[str, Label] = {name: (side, name) for name in site.sizes}
+def axes_of(site: Site, side: int) -> dict[str, Axis]:
+    """The axes of a site by name. Two sites have axes of a leaf or view in common."""
+    by_name = {name: Axis(Role.POSITION, name, side) for name in site.sizes}
     if has_named_axes(site):
         assert site.view.axes is not None
         for name, axis in safe_zip(site.w_axes, site.view.axes):
             if axis is not None:
-                labels[name] = ("leaf", axis)
+                by_name[name] = Axis(Role.LEAF, axis)
     else:
-        labels.update((name, ("view", i)) for i, name in enumerate(site.w_axes))
-    return labels
+        numbered = enumerate(site.w_axes)
+        by_name.update((name, Axis(Role.VIEW, i)) for i, name in numbered)
+    return by_name
 
 
 def positions(site: Site) -> list[str]:
     """The axes of a site's factors that `w` lacks; the gradient sums over them."""
-    labels = labels_of(site, 0)
+    by_name = axes_of(site, 0)
     names = dict.fromkeys((*site.a_axes, *site.d_axes))
-    return [name for name in names if labels[name][0] == 0 and site.sizes[name] != 1]
+    return [x for x in names if by_name[x].is_position and site.sizes[x] != 1]
 
 
 def is_sum(sites: Sequence[Site], apart: Collection[str] = ()) -> bool:
@@ -362,20 +361,10 @@ def _cross(site: Site, other: Site) -> bool:
     if site.rule.token is None or other.rule.token is None:
         return False
     sides = site, other
-    labels = [labels_of(x, number) for number, x in enumerate(sides)]
-    tokens = [names[str(x.rule.token)] for x, names in safe_zip(sides, labels)]
-    is_index = lambda i: tokens[1 - i] in [labels[i][name] for name in sides[i].a_axes]
+    axes = [axes_of(x, number) for number, x in enumerate(sides)]
+    tokens = [by_name[str(x.rule.token)] for x, by_name in safe_zip(sides, axes)]
+    is_index = lambda i: tokens[1 - i] in [axes[i][name] for name in sides[i].a_axes]
     return is_index(0) or is_index(1)
-
-
-def find_rule(eqn: Any, index: int) -> Rule | None:
-    """The rule for the input `index` of an equation; None if there is none."""
-    name = eqn.primitive.name
-    rule = _RULES[name](eqn, index) if name in _RULES else None
-    if rule is None:
-        return None
-    avals = [str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)]
-    return dataclasses.replace(rule, key=f"{name}[{index}]({avals}, {eqn.params})")
 
 
 def leaf_rule(shape: tuple[int, ...]) -> Rule:
@@ -383,335 +372,15 @@ def leaf_rule(shape: tuple[int, ...]) -> Rule:
 
     Other rules for which `w` has the axes of `d` are changes of this one.
     """
-    axes = _numbered("w", len(shape))
-    return Rule("leaf", lambda _, w: w, None, (), axes, axes, _sizes(axes, shape))
+    axes = numbered("w", len(shape))
+    return Rule(
+        "leaf", lambda _, w: w, None, (), axes, axes, sizes_by_name(axes, shape)
+    )
 
 
-def _numbered(name: str, num: int) -> Axes:
+def numbered(name: str, num: int) -> AxisNames:
     return tuple(f"{name}{i}" for i in range(num))
 
 
-def _sizes(axes: Axes, shape: tuple[int, ...]) -> dict[str, int]:
+def sizes_by_name(axes: AxisNames, shape: tuple[int, ...]) -> dict[str, int]:
     return dict(safe_zip(axes, shape))
-
-
-def _shapes(eqn: Any) -> list[tuple[int, ...]]:
-    return [var.aval.shape for var in (*eqn.invars, *eqn.outvars)]
-
-
-def _binary_op(eqn: Any, index: int) -> Callable[[Array, Array], Array]:
-    def op(a: Array, w: Array) -> Array:
-        ins = (w, a) if index == 0 else (a, w)
-        return eqn.primitive.bind(*ins, **eqn.params)
-
-    return op
-
-
-def _dot_general(eqn: Any, index: int) -> Rule:
-    contracted, batched = eqn.params["dimension_numbers"]
-    left, right, _ = _shapes(eqn)
-    names: list[Axes] = []
-    for side, shape in enumerate((left, right)):
-        known = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
-        known.update((axis, f"c{i}") for i, axis in enumerate(contracted[side]))
-        axes = range(len(shape))
-        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in axes))
-    free = (name for axes in names for name in axes if name[0] in "lr")
-    return Rule(
-        kind="dot_general",
-        op=_binary_op(eqn, index),
-        operand=lambda ins: ins[1 - index],
-        a_axes=names[1 - index],
-        d_axes=(*_numbered("b", len(batched[0])), *free),
-        w_axes=names[index],
-        sizes=_sizes(names[0], left) | _sizes(names[1], right),
-    )
-
-
-def _elementwise(eqn: Any, index: int) -> Rule | None:
-    name = eqn.primitive.name
-    shapes = _shapes(eqn)
-    out = shapes[-1]
-    sizes = _sizes(_numbered("m", len(out)), out)
-    # An input may be a scalar, or have axes of size 1 that are broadcast.
-    named = []
-    for shape in shapes[:2]:
-        axis = lambda i, size: f"m{i}" if size == out[i] else f"one{i}"
-        named.append(tuple(axis(i, size) for i, size in enumerate(shape)))
-        sizes |= _sizes(named[-1], shape)
-    d_axes, w_axes, a_axes = _numbered("m", len(out)), named[index], named[1 - index]
-    if name in SUMS:
-        scale = -1.0 if name == "sub" and index == 1 else 1.0
-        repeat = lambda _, w: jnp.broadcast_to(-w if scale < 0 else w, out)
-        return Rule(name, repeat, None, (), d_axes, w_axes, sizes, scale=scale)
-    op, operand = _binary_op(eqn, index), lambda ins: ins[1 - index]
-    is_of_inverse = name == "div" and index == 1
-    if is_of_inverse and is_complex(eqn.outvars[0].aval):
-        return None
-    if name == "div":
-        op = lambda a, w: w * a
-        operand = operand if is_of_inverse else lambda ins: 1 / ins[1]
-    rule = Rule(name, op, operand, a_axes, d_axes, w_axes, sizes)
-    return dataclasses.replace(rule, is_of_inverse=is_of_inverse)
-
-
-def _in_place(eqn: Any, index: int) -> Rule | None:
-    """Concatenation, where one of the parts is a parameter."""
-    name = eqn.primitive.name
-    starts = eqn.invars[2:] if name == "dynamic_update_slice" else []
-    if not all(isinstance(atom, jex.Literal) for atom in starts):
-        return None
-
-    def put(w: Array) -> Array:
-        ins = [
-            literal(atom) if atom in starts else full_varying_as(atom.aval, 0)
-            for atom in eqn.invars
-        ]
-        ins[index] = w
-        return eqn.primitive.bind(*ins, **eqn.params)
-
-    aval = eqn.invars[index].aval
-    take = lambda d: jax.linear_transpose(put, full_varying_as(aval, 0))(d)[0]
-    changes = {"op": lambda _, w: put(w), "arrange": take, "outputs": ()}
-    return dataclasses.replace(leaf_rule(aval.shape), kind=name, **changes)
-
-
-def _select(eqn: Any, index: int) -> Rule | None:
-    """Elementwise selection that depends on the example."""
-    if index == 0:
-        return None
-    which, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    rule = leaf_rule(out.shape)
-
-    def operand(ins: list) -> Array:
-        case = ins[0].astype(jnp.int32)
-        return (case == index - 1).astype(out.dtype)
-
-    return dataclasses.replace(
-        rule,
-        kind=eqn.primitive.name,
-        op=lambda a, w: a * w,
-        operand=operand,
-        a_axes=rule.d_axes if which.shape else (),
-    )
-
-
-def _convolution(eqn: Any, index: int) -> Rule | None:
-    params = eqn.params
-    if index != 1 or params["batch_group_count"] != 1:
-        return None
-    lhs_shape, rhs_shape, out_shape = _shapes(eqn)
-    numbers = params["dimension_numbers"]
-    groups = params["feature_group_count"]
-    lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    kernel = tuple(rhs_shape[axis] for axis in rhs_spec[2:])
-    out = tuple(out_shape[axis] for axis in out_spec[2:])
-    kernel_axes, out_axes = _numbered("k", len(kernel)), _numbered("t", len(out))
-    grouped = ("g",) if groups > 1 else ()
-    features = lhs_shape[lhs_spec[1]] // groups
-    outputs = rhs_shape[rhs_spec[0]] // groups
-    batch = lhs_shape[lhs_spec[0]]
-    named = lambda spec, *names: [names[spec.index(axis)] for axis in range(len(spec))]
-    of_w = named(rhs_spec, (*grouped, "o"), ("i",), *safe_zip(kernel_axes))
-    of_y = named(out_spec, ("n",), (*grouped, "o"), *safe_zip(out_axes))
-    lead = (batch, groups) if groups > 1 else (batch,)
-
-    def expand(lhs: Array) -> Array:
-        seen = patches(jnp.transpose(lhs, lhs_spec), kernel, out, params)
-        return seen.reshape(*lead, features, *kernel, *out)
-
-    def arrange(d: Array) -> Array:
-        return jnp.transpose(d, out_spec).reshape(*lead, outputs, *out)
-
-    sizes = {"n": batch, "g": groups, "i": features, "o": outputs}
-    sizes |= _sizes(kernel_axes, kernel) | _sizes(out_axes, out)
-    return Rule(
-        kind="conv_general_dilated",
-        op=_binary_op(eqn, index),
-        operand=lambda ins: ins[0],
-        a_axes=("n", *grouped, "i", *kernel_axes, *out_axes),
-        d_axes=("n", *grouped, "o", *out_axes),
-        w_axes=tuple(itertools.chain.from_iterable(of_w)),
-        sizes=sizes,
-        expand=expand,
-        arrange=arrange,
-        splits=groups > 1,
-        outputs=tuple(of_y),
-    )
-
-
-def _gather(eqn: Any, index: int) -> Rule | None:
-    """Rows of a table, selected along one of its axes, as in an embedding."""
-    table, indices, _ = _shapes(eqn)
-    params = eqn.params
-    numbers = params["dimension_numbers"]
-    # `jax.vmap` over tables gives batching dimensions.
-    has_batch = numbers.operand_batching_dims or numbers.start_indices_batching_dims
-    if index != 0 or has_batch:
-        return None
-    sizes = params["slice_sizes"]
-    token = _axis_of_rows(params, table)
-    if token is None:
-        return None
-    # If an index breaks the promise to be in bounds, JAX's gradient drops it, too.
-    is_dropping = params["mode"] != lax.GatherScatterMode.CLIP
-    column = numbers.start_index_map.index(token)
-    token_size = table[token]
-
-    def operand(ins: list) -> Integer[Array, "..."]:
-        return _rows(ins[1][..., column], token_size, drops=is_dropping)
-
-    def op(tokens: Array, w: Array) -> Array:
-        # If only one axis is indexed, the others start at zero.
-        columns = range(len(numbers.start_index_map))
-        where = jnp.stack([tokens if i == column else 0 * tokens for i in columns], -1)
-        dropping = lax.GatherScatterMode.FILL_OR_DROP
-        return lax.gather(
-            w,
-            where,
-            numbers,
-            sizes,
-            mode=dropping if is_dropping else lax.GatherScatterMode.CLIP,
-            # What is dropped counts for nothing in products with a direction.
-            fill_value=0,
-        )
-
-    rule = _row_rule("gather", op, operand, table, token)
-    batch_axes = _numbered("t", len(indices) - 1)
-    collapsed = numbers.collapsed_slice_dims
-    offsets = iter(axis for axis in range(len(table)) if axis not in collapsed)
-    batch = iter(batch_axes)
-    d_axes = tuple(
-        rule.d_axes[next(offsets)] if position in numbers.offset_dims else next(batch)
-        for position in range(len(eqn.outvars[0].aval.shape))
-    )
-    return dataclasses.replace(
-        rule,
-        a_axes=batch_axes,
-        d_axes=d_axes,
-        sizes=rule.sizes | _sizes(batch_axes, indices[:-1]),
-        drops=is_dropping,
-    )
-
-
-def _ragged_dot(eqn: Any, index: int) -> Rule | None:
-    """The matrices of groups, as those of experts, each for the positions that meet it.
-
-    No position meets more than one of them.
-    """
-    if index != 1:
-        return None
-    axes: RaggedAxes = eqn.params["axes"]
-    left, right, _, _ = _shapes(eqn)
-    names: list[Axes] = []
-    for side, (shape, summed) in enumerate(safe_zip((left, right), axes.contracted)):
-        known = {axis: f"c{i}" for i, axis in enumerate(summed)}
-        known |= {axes.groups: "group"} if side == 1 else {}
-        sides = range(len(shape))
-        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in sides))
-    num, params = left[axes.rows], eqn.params
-
-    def op(a: tuple[Array, Array], w: Array) -> Array:
-        lhs, which = a
-        return product_with_groups(lhs, w, which, **params)
-
-    return Rule(
-        kind="ragged_dot",
-        op=op,
-        operand=lambda ins: ins[0],
-        a_axes=names[0],
-        d_axes=tuple(name for side in names for name in side if name[0] in "lr"),
-        w_axes=names[1],
-        sizes=_sizes(names[0], left) | _sizes(names[1], right),
-        group="group",
-        which=lambda ins: groups_of_rows(ins[2], num),
-        which_axes=(names[0][axes.rows],),
-    )
-
-
-def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
-    """The axis of a table along which rows are selected; None if not exactly one."""
-    index_map = params["dimension_numbers"].start_index_map
-    sizes = params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen:  # A table with one row: any axis of size 1 will do.
-        chosen = [axis for axis in index_map if table[axis] == 1][:1]
-    others = [axis for axis in index_map if axis not in chosen]
-    mode, modes = params["mode"], lax.GatherScatterMode
-    if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
-        return None
-    if len(chosen) != 1 or sizes[chosen[0]] != 1:
-        return None
-    if others and mode == modes.FILL_OR_DROP:
-        return None
-    return chosen[0] if chosen[0] in index_map else None
-
-
-def _rows(
-    tokens: Integer[Array, "..."], num_rows: int, *, drops: bool
-) -> Integer[Array, "..."]:
-    """The rows that tokens of any dtype select; `num_rows` stands for no row.
-
-    They are compared in their own dtype. It may be too small for the number of rows,
-    and another dtype may be too small for the tokens.
-    """
-    last = min(num_rows - 1, jnp.iinfo(tokens.dtype).max)
-    rows = jnp.clip(tokens, 0, last).astype(jnp.int32)
-    if not drops:
-        return rows
-    is_in = (tokens >= 0) & (tokens <= last)
-    return jnp.where(is_in, rows, num_rows)
-
-
-def _row_rule(
-    kind: str, op: Callable, operand: Callable, table: tuple[int, ...], token: int
-) -> Rule:
-    """The rule for one row of a table, which a token selects along an axis."""
-    axes = _numbered("w", len(table))
-    named = lambda name: (*axes[:token], name, *axes[token + 1 :])
-    return Rule(
-        kind=kind,
-        op=op,
-        operand=operand,
-        a_axes=(),
-        d_axes=named("one"),
-        w_axes=named("v"),
-        sizes={"one": 1, **_sizes(named("v"), table)},
-        token="v",
-    )
-
-
-def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
-    """One row of a table, as in the embedding of a single token."""
-    table = eqn.invars[0].aval.shape
-    sizes = eqn.params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen and 1 in table:
-        chosen = [table.index(1)]
-    if index != 0 or len(chosen) != 1 or sizes[chosen[0]] != 1:
-        return None
-    (token,) = chosen
-
-    def operand(ins: list) -> Integer[Array, ""]:
-        return _rows(ins[1 + token], table[token], drops=False)
-
-    def op(row: Array, w: Array) -> Array:
-        return lax.dynamic_slice_in_dim(w, row, 1, token)
-
-    return _row_rule("dynamic_slice", op, operand, table, token)
-
-
-_RULES: dict[str, Callable[[Any, int], Rule | None]] = {
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "mul": _elementwise,
-    "div": _elementwise,
-    **dict.fromkeys(SUMS, _elementwise),
-    "gather": _gather,
-    "ragged_dot": _ragged_dot,
-    "dynamic_slice": _dynamic_slice,
-    "concatenate": _in_place,
-    "stack": _in_place,
-    "dynamic_update_slice": _in_place,
-    "select_n": _select,
-}

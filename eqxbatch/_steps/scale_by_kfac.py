@@ -7,17 +7,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Int, Real
 
-from .._base.checks import check_at_least, checked
+from .._base.checks import check_at_least
 from .._base.dtypes import widened
 from .._base.trees import described
-from .._curvature.kfac import KroneckerFactors
+from .._base.types import checked
+from .._curvature.kronecker_factors import KroneckerFactors
 from .._curvature.pytree import form_of
 
 
 if TYPE_CHECKING:
     import optax
 
-    from .._curvature.operators import KroneckerOperator
+    from .._curvature.kronecker_operator import KroneckerOperator
 
 
 _Number = float | Real[Array, ""]

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Inexact, PyTree, Shaped
 
 import eqxbatch
-from eqxbatch._base import checks
-from eqxbatch._base.checks import AnyArray, check_types, checked
+from eqxbatch._base import types
+from eqxbatch._base.types import AnyArray, check_types, checked
 from ..helpers import drawn
 
 
@@ -155,9 +155,9 @@ class Total(eqxbatch.AbstractAccumulator):
 )
 def test_a_second_call_checks_nothing(call, monkeypatch):
     seen = []
-    fits = checks.fits
+    fits = types.fits
     record = lambda *args: (seen.append(args[0]), fits(*args))[1]
-    monkeypatch.setattr(checks, "fits", record)
+    monkeypatch.setattr(types, "fits", record)
     jax.clear_caches()
     call()
     assert seen

@@ -17,14 +17,14 @@ from eqxbatch import (
     Mean,
     MonteCarloKernel,
 )
-from eqxbatch._base.platforms import (
+from eqxbatch._base.cpu import (
     evaluate_in_loop,
     in_opaque_branch,
     mirrored,
     with_mirror_image,
 )
-from eqxbatch._kernels import kernel as kernel_module
-from eqxbatch._ntk import monte_carlo
+from eqxbatch._kernels import called
+from eqxbatch._ntk import average
 from ..helpers import assert_same, drawn, memory, normal, spread, variants
 
 
@@ -335,7 +335,7 @@ def test_blocks_of_kernels_are_kept_apart(monkeypatch):
         return memory(batched, jnp.ones((512, 8))).temp_size_in_bytes
 
     apart = temporaries()
-    merged(monkeypatch, kernel_module)
+    merged(monkeypatch, called)
     assert 2 * apart < temporaries()
 
 
@@ -349,5 +349,5 @@ def test_random_models_are_drawn_apart(monkeypatch):
         return memory(run, arrays, jnp.ones((4, 8))).temp_size_in_bytes
 
     apart = temporaries()
-    merged(monkeypatch, monte_carlo)
+    merged(monkeypatch, average)
     assert 1.2 * apart < temporaries()

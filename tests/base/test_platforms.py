@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from eqxbatch import explain_sites, filter_ggn_diagonal, filter_micro_grad
-from eqxbatch._base.platforms import compiled, CPU, for_platform, GPU, platform, TPU
+from eqxbatch._base.compile import compiled
+from eqxbatch._base.platforms import CPU, for_platform, GPU, platform, TPU
 
 
 @pytest.mark.cpu

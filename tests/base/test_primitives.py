@@ -1,5 +1,6 @@
-"""All primitives of the installed JAX, beside the tables of `_base/jaxprs.py`."""
+"""All primitives of the installed JAX, beside the tables of `_base/primitives.py`."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eqxbatch._base import jaxprs
+from eqxbatch._base import primitives
+from eqxbatch._base.jaxprs import equations_in
 from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._sites import site
-from eqxbatch._sites.trace import Program
+from eqxbatch._sites import rules
+from eqxbatch._sites.program import Program
 from ..layers import Case, vectors, weight
 from ..sites.oracle import compare
 
@@ -69,7 +71,7 @@ def bound():
 
 
 def test_every_primitive_has_one_row(bound):
-    tables = [frozenset(jaxprs._KNOWN), *jaxprs.WITHOUT_RULES.values()]
+    tables = [frozenset(primitives._KNOWN), *primitives.WITHOUT_RULES.values()]
     rows = frozenset().union(*tables)
     assert len(rows) == sum(map(len, tables))
     # There must be something to compare.
@@ -78,13 +80,13 @@ def test_every_primitive_has_one_row(bound):
 
 
 def test_every_class_has_a_row(bound):
-    assert sorted(bound[1] - {*jaxprs._CLASSES} - jaxprs.OPAQUE_CLASSES) == []
+    assert sorted(bound[1] - {*primitives._CLASSES} - primitives.OPAQUE_CLASSES) == []
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="rows are for newer ones")
 def test_no_row_is_dead(bound):
-    stand_ins = {*jaxprs._CLASSES.values()}
-    assert {*jaxprs._KNOWN} - bound[0] - stand_ins == {*OLDER} | OWN
+    stand_ins = {*primitives._CLASSES.values()}
+    assert {*primitives._KNOWN} - bound[0] - stand_ins == {*OLDER} | OWN
 
 
 def layer(w, x):
@@ -93,9 +95,9 @@ def layer(w, x):
 
 def ordered(**settings):
     def run(w, x):
-        from jax.experimental.overlap import program_order
-
-        return program_order(layer, **settings)(w, x)
+        # Older versions of JAX have no such module.
+        overlap = importlib.import_module("jax.experimental.overlap")
+        return overlap.program_order(layer, **settings)(w, x)
 
     return run
 
@@ -156,12 +158,12 @@ ELSEWHERE = {"call", "checkpoint", "closed_call", "einsum", "eval_jaxpr"}
 
 def names_in(fun):
     closed = jax.make_jaxpr(fun)(jnp.ones((6, 6)), jnp.ones(6))
-    return {eqn.primitive.name for eqn in jaxprs.equations_in(closed)}
+    return {eqn.primitive.name for eqn in equations_in(closed)}
 
 
 def test_all_calls_are_tested():
     words = ("call", "custom", "expand", "remat")
-    rows = frozenset().union(*map(jaxprs.with_trait, words))
+    rows = frozenset().union(*map(primitives.with_trait, words))
     assert rows - ELSEWHERE == {*CALLS}
 
 
@@ -191,14 +193,10 @@ def test_order_and_metadata_are_kept(x64):
             lambda w, rows: fun(w, *rows), weight(4, 4), [weight(4)]
         )
         program = Program(traced)
-        zeros = [jnp.zeros(s.shape, s.dtype) for s in program.perturbations]
+        zeros = [jnp.zeros(s.shape, s.dtype) for s in program.table.perturbations]
         run = lambda w, x: program.evaluate([w], [x], zeros)[0]
         params = [
-            [
-                eqn.params
-                for eqn in jaxprs.equations_in(closed)
-                if eqn.primitive.name == name
-            ]
+            [eqn.params for eqn in equations_in(closed) if eqn.primitive.name == name]
             for closed in (
                 jax.make_jaxpr(f)(weight(4, 4), weight(4)) for f in (fun, run)
             )
@@ -229,7 +227,7 @@ def test_entries_depend_on_their_own(name, bound, x64):
     if name not in bound[0]:
         pytest.skip(f"this JAX has no `{name}`")
     fun, x = ENTRIES[name], np.linspace(-0.9, 1.1, 5)
-    assert name in jaxprs.with_trait("entries")
+    assert name in primitives.with_trait("entries")
     assert name in {e.primitive.name for e in jax.make_jaxpr(fun)(x).eqns} or (
         name == "log2"
     )
@@ -278,7 +276,7 @@ DECLINED = {("conv_general_dilated", 0)}
 
 def test_all_rules_are_tested():
     # JAX adds cotangents by `add_any`: see "with_bias" in `test_custom.py`.
-    assert {*site._RULES} - {"add_any"} - OWN == {*PLACES}
+    assert {*rules._RULES} - {"add_any"} - OWN == {*PLACES}
 
 
 @pytest.mark.parametrize(

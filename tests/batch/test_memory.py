@@ -34,9 +34,11 @@ from eqxbatch import (
     MonteCarloKernel,
     Sum,
 )
-from eqxbatch._base.platforms import for_platform, GPU, has_library, memory_options
-from eqxbatch._batch import batch as batch_module
-from eqxbatch._batch.batch import CompiledBytes, fit_size, machine_bytes
+from eqxbatch._base.compile import has_library, memory_options
+from eqxbatch._base.platforms import for_platform, GPU
+from eqxbatch._batch import memory as memory_module
+from eqxbatch._batch.machine import machine_bytes
+from eqxbatch._batch.memory import CompiledBytes, fit_size
 from eqxbatch._ntk import pairings
 from ..helpers import (
     assert_same,
@@ -56,14 +58,14 @@ pytestmark = pytest.mark.cpu
 
 @pytest.fixture(autouse=True)
 def _empty_cache():
-    batch_module._SIZES.clear()
+    memory_module._SIZES.clear()
 
 
 @pytest.fixture
 def compilations(monkeypatch):
     """The sizes that are compiled to measure them."""
     sizes = []
-    original = batch_module.fit_size
+    original = memory_module.fit_size
 
     def spy(budget, largest, bytes_at, first):
         def counted(size):
@@ -72,7 +74,7 @@ def compilations(monkeypatch):
 
         return original(budget, largest, counted)
 
-    monkeypatch.setattr(batch_module, "fit_size", spy)
+    monkeypatch.setattr(memory_module, "fit_size", spy)
     return sizes
 
 
@@ -123,15 +125,15 @@ def test_figures_are_those_of_optimised_programs(monkeypatch):
     grad = filter_micro_grad(loss, microbatch_size=60, clip_norm=1.0)
     run = lambda operands: grad(*operands)
     operands = conv, jnp.ones((100, 1, 28, 28))
-    lowered = batch_module.lowered_program(run, operands)
-    found = batch_module.compiled_bytes(lowered)
+    lowered = memory_module.lowered_program(run, operands)
+    found = memory_module.compiled_bytes(lowered)
     assert found.outputs > 0
     # The tests do not optimise either, but for this one.
     options = memory_options("cpu", optimised=True)
     options |= {"xla_backend_optimization_level": 3}
     options |= {"xla_llvm_disable_expensive_passes": False}
-    monkeypatch.setattr(batch_module, "memory_options", lambda _, **__: options)
-    assert batch_module.compiled_bytes(lowered) == found
+    monkeypatch.setattr(memory_module, "memory_options", lambda _, **__: options)
+    assert memory_module.compiled_bytes(lowered) == found
 
 
 def test_everything_fits(compilations):
@@ -258,10 +260,10 @@ def test_what_is_available(tmp_path, monkeypatch):
 
 def test_a_cpu_has_what_is_available(monkeypatch):
     free = 3 * 2**30
-    monkeypatch.setattr(batch_module, "machine_bytes", lambda: free)
-    batch_module._machine_bytes_at.cache_clear()
+    monkeypatch.setattr(memory_module, "machine_bytes", lambda: free)
+    memory_module._machine_bytes_at.cache_clear()
     assert MemoryBudget().resolve() == 2**31
-    batch_module._machine_bytes_at.cache_clear()
+    memory_module._machine_bytes_at.cache_clear()
 
 
 class Device:
@@ -566,7 +568,7 @@ def test_what_is_measured_inside_of_shard_map_is_the_program_of_a_device(compila
     x = jnp.ones((1024, 16))
     sizes = []
     for fun, inner in ((heavy, False), (named, True)):
-        batch_module._SIZES.clear()
+        memory_module._SIZES.clear()
         compilations.clear()
         run = filter_micro_vmap(fun, microbatch_size=budget, accumulator=Sum())
         if inner:

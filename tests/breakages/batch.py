@@ -55,8 +55,8 @@ BREAKAGES = [
     ),
     Breakage(
         "a stream of many batches loses what rounding takes",
-        "_most",
-        "_MANY + 1 if blocks.continues else blocks.num",
+        "most_parts",
+        "MANY + 1 if blocks.continues else blocks.num",
         "blocks.num",
         "tests/batch/test_stream.py -k float32",
     ),
@@ -76,7 +76,7 @@ BREAKAGES = [
     ),
     Breakage(
         "an error of a reader is the end of the batches",
-        "_iterated",
+        "iterate",
         "iter(batches) if num is None else (batches[i] for i in range(num))",
         "iter(batches)",
         "tests/batch/test_loaders.py -k end",
@@ -125,14 +125,14 @@ BREAKAGES = [
     ),
     Breakage(
         "an accumulator sees one block past the stop",
-        "_Run.updated",
+        "Run.updated",
         "block.index < self.limit",
         "block.index <= self.limit",
         "tests/maps/test_micro_vmap.py -k 'num_real or does_not_run'",
     ),
     Breakage(
         "only the remainder is checkpointed",
-        "_Run.values",
+        "Run.values",
         "self.checkpoint",
         "self.checkpoint and block.is_remainder",
         "tests/maps/test_derivatives.py -k checkpoint",

@@ -12,7 +12,7 @@ from jax import lax
 
 from eqxbatch import explain_sites
 from eqxbatch._curvature import by_sites
-from eqxbatch._sites import trace
+from eqxbatch._sites import finder
 from ..helpers import drawn, normal, only_backwards
 from ..layers import examples, LAYERS
 
@@ -54,8 +54,8 @@ def broken_products(monkeypatch, **changes):
         own = {name: change(rule) for name, change in changes.items() if is_product}
         return dataclasses.replace(rule, **own) if is_product else rule
 
-    find_rule = trace.find_rule
-    monkeypatch.setattr(trace, "find_rule", find_broken)
+    find_rule = finder.find_rule
+    monkeypatch.setattr(finder, "find_rule", find_broken)
     model = drawn(eqx.nn.Linear, 2, 3, key=jr.key(0))
     fun = lambda model, x: model(x)
     return explain_sites(fun, model, jnp.ones(2), check=True, in_axes=None).check

@@ -18,7 +18,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._base.mesh import vary_as
-from eqxbatch._curvature.curvature_matrices import root
+from eqxbatch._curvature.fisher import root
 from ..helpers import (
     assert_bits,
     drawn,

@@ -388,12 +388,12 @@ class TestModes:
         thinned(
             FAILURES,
             (
-                "_curvature.curvature_matrices.replaced",
-                "_curvature.curvature_matrices.total_loss",
+                "_curvature.functions.replaced",
+                "_curvature.functions.total_loss",
                 "_curvature.columns.size_groups",
                 "_curvature.by_sites.contract",
                 "_curvature.by_sites.contraction_cost",
-                "_curvature.by_sites.site_terms",
+                "_curvature.hessian_by_sites.site_terms",
             ),
         ),
     )
@@ -406,7 +406,7 @@ class TestModes:
         is_ggn = "gauss_newton" in place
         loss = lambda model, x, y: error_of(model(x), x, y)
         error_of = lambda out, x, y: (out - y) ** 2
-        of_products = "curvature_matrices" in place or "columns" in place
+        of_products = "functions" in place or "columns" in place
         settings = {"in_axes": 0, "method": "products" if of_products else "auto"}
         if is_ggn:
             run = filter_ggn(lambda model, x, y: model(x), error_of, **settings)

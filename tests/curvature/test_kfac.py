@@ -23,7 +23,7 @@ from eqxbatch import (
     Sum,
 )
 from eqxbatch._base import platforms
-from eqxbatch._curvature import kfac as kfac_module
+from eqxbatch._curvature import kronecker_sums
 from eqxbatch.results import Unravel
 from ..helpers import (
     drawn,
@@ -152,13 +152,13 @@ def test_blocks_of_examples(name, y, monkeypatch):
     # A gradient has 12 to 20 entries, and there are two vectors: for two examples.
     small = dataclasses.replace(platforms.CPU, block_bytes=2 * 2 * 20 * 8)
     blocks = []
-    accumulated = kfac_module.accumulated
+    accumulated = kronecker_sums.accumulated
 
     def counted(run, rows, size, accumulator):
         blocks.append((rows.total, size))
         return accumulated(run, rows, size, accumulator)
 
-    monkeypatch.setattr(kfac_module, "accumulated", counted)
+    monkeypatch.setattr(kronecker_sums, "accumulated", counted)
     # Without weights, `test_shard_map` does this.
     weighted = {"corrected": True, "accumulator": Mean(weights=jnp.ones(NUM))}
     with platforms.for_platform(small):
@@ -184,7 +184,7 @@ def test_shard_map(fisher, has_few_directions, monkeypatch):
     """
     if has_few_directions:
         small = dataclasses.replace(platforms.CPU, block_bytes=2 * 16 * 8)
-        monkeypatch.setattr(kfac_module, "platform", lambda: small)
+        monkeypatch.setattr(kronecker_sums, "platform", lambda: small)
     # A new one: no program of another platform may be taken.
     known = KNOWN["pooled" if has_few_directions else "mlp"](jr.key(1), 16)
     y = normal(jr.key(2), (16, 2), float)

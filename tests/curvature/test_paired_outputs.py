@@ -14,8 +14,8 @@ from jax.flatten_util import ravel_pytree
 
 from eqxbatch import filter_ggn, filter_ggn_diagonal, Mean
 from eqxbatch._base.traced_function import TracedFunction
-from eqxbatch._curvature.by_sites import paired_outputs
-from eqxbatch._sites.trace import Program
+from eqxbatch._curvature.ggn_by_sites import paired_outputs
+from eqxbatch._sites.program import Program
 from ..helpers import drawn, memory, normal
 from .oracle import close
 

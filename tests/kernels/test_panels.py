@@ -11,13 +11,8 @@ import pytest
 from eqxbatch import KernelProduct
 from eqxbatch._batch.loop import Rows
 from eqxbatch._kernels.engine import on_device
-from eqxbatch._kernels.kernel import (
-    AbstractBlockKernel,
-    balanced,
-    flattened,
-    Grid,
-    KernelLeaf,
-)
+from eqxbatch._kernels.grid import balanced, Grid
+from eqxbatch._kernels.kernel import AbstractBlockKernel, flattened, KernelLeaf
 from ..helpers import thinned
 
 

@@ -21,7 +21,7 @@ from eqxbatch import (
     filter_batch_kernel,
     ZarrStore,
 )
-from eqxbatch._kernels.engine import MeshAxis
+from eqxbatch._kernels.on_devices import MeshAxis
 from eqxbatch._kernels.on_host import _Team
 from ..conftest import enable_x64
 from ..flags import COMPILE_FAST

@@ -25,7 +25,7 @@ from eqxbatch import (
     TqdmProgressMeter,
     ZarrStore,
 )
-from eqxbatch._kernels.solve import ConjugateGradients, initial
+from eqxbatch._kernels.conjugate_gradients import ConjugateGradients, initial
 from ..helpers import drawn, spread, thinned, variants
 from ..on_cpu import environment
 from .kernel_functions import rbf, white

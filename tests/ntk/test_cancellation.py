@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalNTK
-from eqxbatch._sites import gram
+from eqxbatch._sites import cancel
 from ..conftest import enable_x64
 from ..helpers import drawn, make_mesh, spread
 from .models import cast, jacobians
@@ -94,9 +94,9 @@ def test_examples_on_a_mesh_whose_terms_cancel(kind):
 
 def test_jacobians_are_formed_only_where_the_kernel_cancels(monkeypatch):
     # The bias of the last layer has a Jacobian of zero in any case.
-    formed = gram._for_each_formed
+    formed = cancel._for_each_formed
     is_nan = lambda *args: [jnp.full_like(x, jnp.nan) for x in formed(*args)]
-    monkeypatch.setattr(gram, "_for_each_formed", is_nan)
+    monkeypatch.setattr(cancel, "_for_each_formed", is_nan)
     far, near = (kernel(MODEL, jnp.asarray(pairs(6, d))) for d in (1.0, 1e-3))
     assert np.all(np.isfinite(far))
     assert np.any(np.isnan(near))

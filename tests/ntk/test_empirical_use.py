@@ -21,7 +21,7 @@ from eqxbatch import (
     ProbedNTK,
     TopK,
 )
-from eqxbatch._ntk import empirical
+from eqxbatch._ntk import estimator
 from ..helpers import (
     assert_same,
     Bent,
@@ -82,7 +82,7 @@ def test_any_size_and_exact_symmetry(total, method, getkey):
 @pytest.fixture
 def keep_at_most(monkeypatch):
     """Kernels may keep only so much of their examples."""
-    patch = functools.partial(monkeypatch.setattr, empirical, "room_of")
+    patch = functools.partial(monkeypatch.setattr, estimator, "room_of")
     return lambda num_bytes: patch(lambda _: num_bytes)
 
 

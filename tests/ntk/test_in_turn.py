@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalKernel, EmpiricalNTK
-from eqxbatch._ntk import pairings
+from eqxbatch._ntk import example_factors
 from ..helpers import drawn, make_mesh, normal, spread
 from .models import cast, float64, jacobians, outputs
 
@@ -49,15 +49,15 @@ def make(key):
 def sizes(monkeypatch):
     """The numbers of examples that are taken in turn, where no example is small."""
     found = []
-    accumulated = pairings.accumulated
+    accumulated = example_factors.accumulated
 
     def counted(run, rows, size, accumulator):
-        if size == pairings._AT_A_TIME < rows.total:
+        if size == example_factors._AT_A_TIME < rows.total:
             found.append(rows.total)
         return accumulated(run, rows, size, accumulator)
 
-    monkeypatch.setattr(pairings, "accumulated", counted)
-    monkeypatch.setattr(pairings, "_CACHE", 1_000)
+    monkeypatch.setattr(example_factors, "accumulated", counted)
+    monkeypatch.setattr(example_factors, "_CACHE", 1_000)
     return found
 
 

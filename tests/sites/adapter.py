@@ -16,23 +16,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from eqxbatch._base import jaxprs, modes, platforms
+from eqxbatch._base import jaxprs, modes, platforms, primitives
 from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._batch.batch import split_batch
-from eqxbatch._batch.derivative import Loss
-from eqxbatch._batch.store import digest_of_program
-from eqxbatch._curvature import by_sites, curvature_matrices
-from eqxbatch._curvature.pytree import by_pairs
-from eqxbatch._gradients.per_example import SiteGradients
-from eqxbatch._ntk import pairings
-from eqxbatch._sites import cost, factors, gram, site, trace
+from eqxbatch._batch.fingerprint import digest_of_program
+from eqxbatch._batch.loss import Loss
+from eqxbatch._curvature import by_sites, choose, functions
+from eqxbatch._curvature.pytree import by_pairs, RequestedBlocks
+from eqxbatch._gradients.gradients_by_sites import SiteGradients
+from eqxbatch._ntk import example_factors, pairings
+from eqxbatch._sites import cancel, cost, factors, finder, gram, site
+from eqxbatch._sites.axes import Axis, EXAMPLE, OTHER_EXAMPLE, Role
+from eqxbatch._sites.program import Program
+from eqxbatch._sites.table import SiteTable
 
 
 # How gradients are contracted: from factors; formed, and kept or formed again for their
 # sum; or by automatic differentiation.
 Form = Literal["factors", "once", "twice", "derivative"]
-_EXAMPLES = (factors.EXAMPLE, factors.OTHER_EXAMPLE)
-_OUTPUTS: tuple[site.Label, site.Label] = (("output", 0), ("output", 1))
+_EXAMPLES = (EXAMPLE, OTHER_EXAMPLE)
+_OUTPUTS = (Axis(Role.OUTPUT, side=0), Axis(Role.OUTPUT, side=1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +64,20 @@ class Place:
 class Sites:
     """The sites of a function."""
 
-    _program: trace.Program
+    _program: Program
+
+    @property
+    def _table(self) -> SiteTable:
+        return self._program.table
 
     @classmethod
     def of(cls, fun: Callable, leaves: Any, example: list, **settings: Any) -> "Sites":
         """Those of `fun(leaves, example)`; the settings are those of `Program`."""
-        return cls(trace.Program(TracedFunction(fun, leaves, example), **settings))
+        return cls(Program(TracedFunction(fun, leaves, example), **settings))
 
     def without_rules(self) -> "Sites":
         """The same function, all of whose leaves fall back."""
-        return Sites(trace.Program(self._program.traced, use_rules=False))
+        return Sites(Program(self._program.traced, use_rules=False))
 
     @property
     def leaves(self) -> list:
@@ -80,12 +87,12 @@ class Sites:
     @property
     def fallbacks(self) -> dict[int, str]:
         """The leaves without a rule, with reasons."""
-        return self._program.fallbacks
+        return self._table.fallbacks
 
     @property
     def sizes(self) -> list[int]:
         """The number of entries of each perturbation."""
-        return [struct.size for struct in self._program.perturbations]
+        return [struct.size for struct in self._table.perturbations]
 
     @functools.cached_property
     def places(self) -> list[Place]:
@@ -101,25 +108,25 @@ class Sites:
                 has_named_axes=site.has_named_axes(x),
                 perturbation=x.perturbation,
             )
-            for x in self._program.sites
+            for x in self._table.sites
         ]
 
     def is_used(self, leaf: int) -> bool:
-        return bool(self._program.sites_of(leaf))
+        return bool(self._table.of(leaf))
 
     def has_products(self, leaf: int) -> bool:
         """Whether norms and kernels of a leaf follow from its factors."""
-        sites = self._program.sites_of(leaf)
+        sites = self._table.of(leaf)
         return self.is_used(leaf) and all(
             site.is_allowed("gram", a, b) for a in sites for b in sites
         )
 
     def has_kernel(self, leaf: int) -> bool:
         """Whether the package would compute kernels of a leaf from its factors."""
-        return gram.has_gram(self._program.sites_of(leaf))
+        return gram.has_gram(self._table.of(leaf))
 
     def has_products_of_squares(self, leaf: int) -> bool:
-        return gram.has_products_of_squares(self._program.sites_of(leaf))
+        return cancel.has_products_of_squares(self._table.of(leaf))
 
     def forms(self, form: Form) -> list[str]:
         """What becomes of a form: of each leaf, the contraction that may be used."""
@@ -167,8 +174,8 @@ class Sites:
         sides = []
         if with_jacobians:
             sides = [
-                factors.Factors(operands, of_outputs, (label,), **settings)
-                for label in _OUTPUTS
+                factors.Factors(operands, of_outputs, (axis,), **settings)
+                for axis in _OUTPUTS
             ]
         return Examples(
             self, leaves, out, factors.Factors(operands, pulled, **settings), sides
@@ -186,9 +193,9 @@ class Examples:
     _sides: list[factors.Factors]
 
     def _of(self, leaf: int, of: factors.Factors | None = None) -> gram.OfLeaf:
-        program = self._sites._program
+        table = self._sites._table
         of = self._factors if of is None else of
-        return gram.OfLeaf(program.sites_of(leaf), of, program.leaves[leaf])
+        return gram.OfLeaf(table.of(leaf), of, table.leaves[leaf])
 
     def gradients(self, leaf: int) -> Array:
         return factors.gradients(*self._of(leaf))
@@ -200,16 +207,16 @@ class Examples:
         return factors.weighted_sum(*self._of(leaf), weights)
 
     def squared_norms(self, leaf: int) -> list[Array]:
-        return gram.squared_norms([self._of(leaf)])
+        return cancel.squared_norms([self._of(leaf)])
 
     def squared_distances(self, leaf: int, mean: Array, weights: Array) -> Array:
         """The weighted sum of `abs(gradient - mean) ** 2`, entry by entry."""
-        (found,) = gram.squared_distances([self._of(leaf)], [mean], weights)
+        (found,) = cancel.squared_distances([self._of(leaf)], [mean], weights)
         return found
 
     def squared_sum(self, leaf: int, weights: Array) -> Array:
         """The weighted sum of `abs(gradient) ** 2`, from squares of factors."""
-        return gram.squared_sum(self._of(leaf), weights)[0]
+        return cancel.squared_sum(self._of(leaf), weights)[0]
 
     def inner_products(self, leaf: int, direction: Array) -> Array:
         of_leaf = self._of(leaf)
@@ -223,15 +230,15 @@ class Examples:
     def kernel_of_outputs(self, leaf: int) -> Array:
         """The inner products of all Jacobians: by example and output, on both sides."""
         first, second = (self._of(leaf, side) for side in self._sides)
-        labels = (_EXAMPLES[0], _OUTPUTS[0], _EXAMPLES[1], _OUTPUTS[1])
-        return gram.gram(first, second, _EXAMPLES[1], labels)
+        axes = (_EXAMPLES[0], _OUTPUTS[0], _EXAMPLES[1], _OUTPUTS[1])
+        return gram.gram(first, second, _EXAMPLES[1], axes)
 
     def contracted(
         self, form: Form, weights: Array, is_kept: Array
     ) -> tuple[list[Array], list[Array]]:
         """Of each leaf, squared norms and the weighted sum of those that are kept."""
         found = SiteGradients(
-            self._sites._program,
+            self._sites._table,
             self._sites._contractions(form),
             self._factors,
             self._leaves,
@@ -250,13 +257,13 @@ class Curvature:
     rows: list
 
     @functools.cached_property
-    def _curvature(self) -> curvature_matrices.AbstractCurvature:
+    def _curvature(self) -> functions.AbstractCurvature:
         batch = split_batch(self.fun, (None, 0), (self.leaves, self.rows), {})
         constants = [None for _ in self.leaves]
         loss = Loss(self.fun, batch, self.leaves, constants, has_aux=False)
         if self.loss is None:
-            return curvature_matrices.LossCurvature(loss)
-        return curvature_matrices.GaussNewtonCurvature(loss, self._of_outputs)
+            return functions.LossCurvature(loss)
+        return functions.GaussNewtonCurvature(loss, self._of_outputs)
 
     def _of_outputs(self, outs: Array, rows: list) -> Array:
         assert self.loss is not None
@@ -266,14 +273,14 @@ class Curvature:
     def sites(self) -> Sites:
         num_outputs = self._curvature.num_outputs
         program = self._curvature.program
-        return Sites(trace.Program(program, num_outputs=num_outputs, order=2))
+        return Sites(Program(program, num_outputs=num_outputs, order=2))
 
     def is_covered(self, leaf: int, *, is_diagonal: bool) -> bool:
         """Whether the block of a leaf with itself can be computed from sites."""
         pairs = [(i, i) for i, _ in enumerate(self.leaves)]
-        requested = by_sites.RequestedBlocks(pairs, is_diagonal)
+        requested = RequestedBlocks(pairs, is_diagonal)
         return by_sites.is_covered(
-            self.sites._program, leaf, requested, counts_cancelled=False
+            self.sites._table, leaf, requested, counts_cancelled=False
         )
 
     def excludes_sites(self, leaves: set[int]) -> bool:
@@ -284,10 +291,8 @@ class Curvature:
         """The blocks of some pairs of leaves, from sites, summed over the examples."""
         if not pairs:
             return []
-        requested = by_sites.RequestedBlocks(pairs, is_diagonal)
-        blocks = curvature_matrices.CurvatureBlocks(
-            self._curvature, requested, "sites", None
-        )
+        requested = RequestedBlocks(pairs, is_diagonal)
+        blocks = choose.CurvatureBlocks(self._curvature, requested, "sites", None)
         sums = blocks.sums(self.rows, None)
         found = by_pairs([*zip(blocks.groups, sums, strict=True)], self.leaves)
         return [found[pair] for pair in pairs]
@@ -318,13 +323,13 @@ def with_kernels_by(form: str) -> Iterator[None]:
     ) -> tuple[list[int], float]:
         if form == "auto":
             return real(first, second, which, schedule)
-        costs = pairings.leaf_costs(first, second, which, schedule)
+        costs = example_factors.leaf_costs(first, second, which, schedule)
         wanted = {
             "gram": lambda gram, own: math.isinf(gram),
             "formed": lambda _, own: not math.isinf(own),
         }
         leaves = range(len(costs))
-        used = [leaf for leaf in leaves if first.program.sites_of(leaf)]
+        used = [leaf for leaf in leaves if first.table.of(leaf)]
         return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
 
     with mock.patch.object(pairings, "choose_formed", chosen):
@@ -339,9 +344,9 @@ def with_hessians_by_sites(
 
     With `in_turn`, as if they were large: blocks and examples one after the other.
     """
-    some = lambda program, covered, *_: {i for i in sorted(covered) if is_chosen(i)}
+    some = lambda table, covered, *_: {i for i in sorted(covered) if is_chosen(i)}
     with contextlib.ExitStack() as stack:
-        patch = mock.patch.object(curvature_matrices, "cheapest", some)
+        patch = mock.patch.object(choose, "cheapest", some)
         stack.enter_context(patch)
         if in_turn:
             small = dataclasses.replace(platforms.CPU, factor_bytes=0)
@@ -357,7 +362,7 @@ def broken_products(
     scale: float | None = None, change: Callable[[Callable], Callable] | None = None
 ) -> Iterator[None]:
     """Gives products with a parameter another scale, or another operation."""
-    find_rule = trace.find_rule
+    find_rule = finder.find_rule
 
     def broken(eqn: Any, position: int) -> Any:
         rule = find_rule(eqn, position)
@@ -366,7 +371,7 @@ def broken_products(
         rule = rule if scale is None else dataclasses.replace(rule, scale=scale)
         return rule if change is None else dataclasses.replace(rule, op=change(rule.op))
 
-    with mock.patch.object(trace, "find_rule", broken):
+    with mock.patch.object(finder, "find_rule", broken):
         yield
 
 
@@ -375,9 +380,10 @@ def doubled_norms() -> Iterator[None]:
     """Squared norms from factors are twice as large."""
     terms = gram.gram_terms
 
-    def broken(uses: Any, other: Any, example: Any = factors.EXAMPLE) -> Any:
-        factor = 2 if uses is other and example == factors.EXAMPLE else 1
-        return [(x, factor * scale) for x, scale in terms(uses, other, example)]
+    def broken(uses: Any, other: Any, example: Any = EXAMPLE) -> Any:
+        factor = 2 if uses is other and example == EXAMPLE else 1
+        pairs = terms(uses, other, example)
+        return [pair._replace(scale=factor * pair.scale) for pair in pairs]
 
     with mock.patch.object(gram, "gram_terms", broken):
         yield
@@ -408,18 +414,18 @@ def without_parameters(
     name: str, unknown: set[str]
 ) -> contextlib.AbstractContextManager:
     """As if these parameters of a primitive were unknown."""
-    words, known = jaxprs._KNOWN[name]
+    words, known = primitives._KNOWN[name]
     assert known is not None
-    return mock.patch.dict(jaxprs._KNOWN, {name: (words, known - unknown)})
+    return mock.patch.dict(primitives._KNOWN, {name: (words, known - unknown)})
 
 
 def with_known_class(name: str, primitive: str) -> contextlib.AbstractContextManager:
     """As if objects of a class of JAX were known to be a primitive."""
-    return mock.patch.dict(jaxprs._CLASSES, {name: primitive})
+    return mock.patch.dict(primitives._CLASSES, {name: primitive})
 
 
 def name_of(eqn: Any) -> str:
-    return jaxprs.name_of(eqn)
+    return primitives.name_of(eqn)
 
 
 def called(eqn: Any) -> Any:
@@ -429,7 +435,7 @@ def called(eqn: Any) -> Any:
 
 def is_product(name: str) -> bool:
     """Whether a primitive has a `precision`."""
-    return name in jaxprs.PRODUCTS
+    return name in primitives.PRODUCTS
 
 
 def reason_without_mode(mode: Literal["forward", "reverse"], *args: Any) -> str | None:

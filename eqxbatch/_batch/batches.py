@@ -1,0 +1,162 @@
+"""Batches of a loader: how they are read, put on devices, joined and written."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, PyTree
+
+from .._base.checks import check_equal
+from .._base.mesh import names_of
+from .._base.structs import is_struct
+from .._base.trees import described, shown
+from .._base.versions import partitions
+from .fingerprint import digest
+from .reading import as_numpy, has_rows, read_rows
+from .store import (
+    AbstractWriter,
+    Chunk,
+)
+
+
+def arguments_of(batch: Any) -> tuple:
+    """The arguments that a batch is.
+
+    A tuple or list is several. What JAX knows as a structure of another kind is one: a
+    NamedTuple, or a class that is registered as a PyTree.
+    """
+    if not isinstance(batch, (tuple, list)):
+        return (batch,)
+    is_plain = type(batch) in (tuple, list) or jtu.all_leaves([batch])
+    return tuple(batch) if is_plain else (batch,)
+
+
+def iterate(batches: Any) -> Iterator[Any]:
+    """Iterates over batches, so that no error of a reader is taken for their end.
+
+    Python takes an `IndexError` for the end of what has no `__iter__`, and of each
+    subclass of `Sequence`.
+    """
+    if getattr(type(batches), "__iter__", None) not in (None, Sequence.__iter__):
+        return iter(batches)
+    num = length_of(batches)
+    return iter(batches) if num is None else (batches[i] for i in range(num))
+
+
+def length_of(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def put_on_devices(sharding: Sharding | None, of_host: Callable, x: Any) -> Any:
+    """An array on the devices; everything else as it is."""
+    if not hasattr(x, "__array__"):
+        return x
+    if not isinstance(x, jax.Array):
+        x = of_host(as_numpy(x))
+        if sharding is not None:
+            whole = fitting_sharding(sharding, x)
+            return jax.make_array_from_process_local_data(whole, x)
+        return jax.device_put(x)
+    return x if sharding is None else jax.device_put(x, fitting_sharding(sharding, x))
+
+
+@contextlib.contextmanager
+def naming_batch(number: int) -> Iterator[None]:
+    """Names a batch in errors."""
+    try:
+        yield
+    except Exception as e:
+        e.add_note(f"This is about batch {number}, counted from 0.")
+        raise
+
+
+def fitting_sharding(sharding: Sharding, x: Any) -> Sharding:
+    """A sharding, or all rows on each device if they cannot be shared equally."""
+    if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
+        names = names_of([*partitions(sharding.spec), None][0])
+        if x.shape[0] % math.prod(sharding.mesh.shape[name] for name in names):
+            return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def _is_on_device(x: Array) -> bool:
+    """Whether NumPy has no such array."""
+    return isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    is_numpy = all(isinstance(x, np.ndarray) for x in parts)
+    return (np if is_numpy else jnp).concatenate(parts)
+
+
+def fetched_rows(rows: list[Array]) -> list[Any]:
+    """Rows of all processes, in host memory."""
+    if any(map(_is_on_device, rows)):
+        return [x if _is_on_device(x) else fetched_rows([x])[0] for x in rows]
+    if all(x.is_fully_addressable for x in rows):
+        return jax.device_get(rows)
+    return multihost_utils.process_allgather(rows, tiled=True)
+
+
+class Slices:
+    """The rows of all examples, so many at a time; one batch if there are none."""
+
+    def __init__(self, examples: PyTree, size: int):
+        self._leaves, self._treedef = jtu.tree_flatten(examples)
+        others = [x for x in self._leaves if not has_rows(x)]
+        if others or not self._leaves:
+            got = described([*others, examples][0])
+            message = "`batches` must be arrays of rows, because `batch_size` is given"
+            raise TypeError(f"{message}; got {got}.")
+        self.total, self._size = self._leaves[0].shape[0], size
+        for x in self._leaves:
+            check_equal("The number of rows of each array", x.shape[0], self.total)
+
+    def __len__(self) -> int:
+        return max(1, -(-self.total // self._size))
+
+    def __getitem__(self, index: int) -> PyTree:
+        start = index * self._size
+        # Some readers refuse slices beyond the end.
+        stop = min(start + self._size, self.total)
+        rows = [read_rows(x, start, stop) for x in self._leaves]
+        for x, part in zip(self._leaves, rows, strict=True):
+            what = "The shape of the rows of a slice, as `shape` says,"
+            check_equal(what, part.shape[1:], tuple(x.shape[1:]))
+        return self._treedef.unflatten(rows)
+
+
+def write_rows(
+    writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
+) -> None:
+    """Writes the rows of a batch."""
+    source = digest(batch)
+    for i, x in enumerate(rows):
+        x = np.asarray(x)
+        writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
+
+
+def struct_of(x: Any) -> Any:
+    if not eqx.is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+
+
+def kind_of(x: Any) -> str:
+    """What all batches have in common in a leaf."""
+    if not eqx.is_array(x) and not is_struct(x):
+        return shown(x)
+    is_weak = getattr(x, "weak_type", False)
+    return f"{'weak ' * is_weak}{x.dtype} with {x.ndim} axes"

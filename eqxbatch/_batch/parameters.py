@@ -1,0 +1,154 @@
+"""Which arrays of a PyTree are parameters."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from .._base.checks import no_arrays_remedy, warn_user
+from .._base.trees import described, safe_zip, shown
+from .._base.types import check_types
+from .transform import Model
+
+
+def are_parameters(
+    model: PyTree, where: Callable | None, filter_spec: PyTree, name: str = "`model`"
+) -> PyTree[bool]:
+    """Whether each leaf of a model is one of its parameters, as a PyTree like it."""
+    leaves, treedef = jtu.tree_flatten(model)
+    if not any(map(eqx.is_inexact_array, leaves)):
+        raise ValueError(
+            f"{name} has no arrays of an inexact dtype, so that there is nothing "
+            f"to differentiate; got {shown(model)}.{no_arrays_remedy(model)}"
+        )
+    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    numbers = range(len(leaves)) if where is None else _numbers(model, where)
+    chosen = [
+        x is not _OTHER and i in numbers and eqx.is_inexact_array(leaf)
+        for i, (x, leaf) in enumerate(safe_zip(selected, leaves))
+    ]
+    if not any(chosen):
+        raise ValueError(
+            "`where` and `filter_spec` leave no parameters: no array of an inexact "
+            "dtype is selected. Select the arrays that the derivative is to be "
+            "with respect to."
+        )
+    return jtu.tree_unflatten(treedef, chosen)
+
+
+_OTHER = object()
+
+
+def warn_of_numbers(
+    model: PyTree, where: Callable | None, filter_spec: PyTree, name: str = "`model`"
+) -> None:
+    """Warns of Python numbers in the place of parameters.
+
+    Matrices lack their rows and columns, which looks like fewer parameters. Numbers in
+    a module are its settings, and those in a partial function are its arguments.
+    """
+    leaves, _ = jtu.tree_flatten_with_path(model)
+    holds = lambda x: isinstance(x, (eqx.Module, functools.partial))
+    paths = {path for path, _ in jtu.tree_leaves_with_path(model, is_leaf=holds)}
+    suspects = [
+        i
+        for i, (path, x) in enumerate(leaves)
+        if path in paths
+        and isinstance(x, (float, complex))
+        and not eqx.is_inexact_array(x)
+    ]
+    if not suspects:
+        return
+    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    picked = range(len(leaves)) if where is None else _numbers(model, where)
+    # The default does not say that a number is left out on purpose.
+    is_default = filter_spec is eqx.is_inexact_array
+    missing = [
+        f"{leaves[i][1]!r} at {jtu.keystr(leaves[i][0])}"
+        for i in suspects
+        if i in picked and (is_default or selected[i] is not _OTHER)
+    ]
+    if missing:
+        warn_user(
+            f"{name} has Python numbers: {', '.join(missing)}. They are constants, as "
+            "in Equinox, and have no rows or columns in the result. Make arrays of "
+            "them, with `jax.numpy.asarray`. Or leave them out on purpose, by `where` "
+            "or by a `filter_spec` with False there."
+        )
+
+
+class _Number:
+    """Stands for a leaf of a model while `where` picks parts of it."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _not_a_part("it takes a part of one")
+
+
+def _numbers(model: PyTree, where: Callable) -> set[int]:
+    """The indices of the leaves that `where` picks."""
+    leaves, treedef = jtu.tree_flatten(model)
+    marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
+    try:
+        picked = jtu.tree_leaves(where(marked))
+    except AttributeError as e:
+        if not isinstance(e.obj, _Number):
+            raise
+        raise _not_a_part(f"it uses `.{e.name}` of one") from e
+    for x in picked:
+        if not isinstance(x, _Number):
+            raise _not_a_part(f"got {described(x)}")
+    return {x.number for x in picked}
+
+
+def _not_a_part(what: str) -> ValueError:
+    return ValueError(
+        "`where` must return parts of the model, whose arrays it must not look at; "
+        f"{what}. Select by dtype or shape with `filter_spec`."
+    )
+
+
+def parameters(
+    model: Model,
+    *,
+    where: Callable | None = None,
+    filter_spec: PyTree = eqx.is_inexact_array,
+) -> Model:
+    """The parameters that a transform with these settings differentiates.
+
+    Pass them to the `init` of an optimiser, so that its state has the structure of the
+    gradients. `equinox.combine` with the model puts them back.
+
+    **Arguments:**
+
+    - `model`: any PyTree, such as an `equinox.Module`.
+    - `where`, `filter_spec`: which arrays are parameters, as for
+        [`eqxbatch.filter_micro_value_and_grad`][].
+
+    **Returns:**
+
+    The model with `None` for each leaf that is no parameter, as from `equinox.filter`.
+
+    **Raises:**
+
+    - `ValueError` if no array of an inexact dtype is selected, or if `where` returns
+        anything but parts of the model.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax
+        >>> model = eqx.nn.MLP(2, 3, 8, 1, key=jax.random.key(0))
+        >>> last = eqxbatch.parameters(model, where=lambda model: model.layers[-1])
+        >>> [x.shape for x in jax.tree.leaves(last)]
+        [(3, 8), (3,)]
+
+        ```
+    """
+    check_types({"where": where}, {"where": Callable | None}, always=True)
+    return eqx.filter(model, are_parameters(model, where, filter_spec))

@@ -1,0 +1,157 @@
+"""The state of a transform between two batches, and the programs that update it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, PyTree
+
+from .._base.compile import compiled
+from .._base.structs import is_struct
+from .._base.types import check_types
+from .accumulators import AbstractAccumulator, Concat
+from .passes import of_passes, Pass, Passes
+from .slots import canonicalise, is_accumulator
+from .sums import AbstractTotal
+from .transform import (
+    AbstractTransform,
+    on_their_mesh,
+)
+
+
+class StreamState(eqx.Module):
+    """What [`eqxbatch.over_batches`][] knows of the batches so far.
+
+    It is a PyTree of arrays, which can be saved with `equinox.tree_serialise_leaves`.
+
+    - `passes`: the passes over all batches: two for K-FAC with `corrected=True`, and
+        one for everything else. Each has `num_examples`, and the `states` of its
+        accumulators.
+    - `treedef`, `leaves`: the structure and the types of the first batch.
+    """
+
+    passes: list[Pass]
+    treedef: Any = eqx.field(static=True)
+    leaves: tuple = eqx.field(static=True)
+
+    @property
+    def batch(self) -> tuple:
+        """A batch with the types of the first one, with structs for its arrays."""
+        return jtu.tree_unflatten(self.treedef, self.leaves)
+
+
+def check_state(state: Any) -> None:
+    check_types({"state": state}, {"state": StreamState}, always=True)
+    arrays = [x for x in jtu.tree_leaves(state) if isinstance(x, jax.Array)]
+    if any(x.is_deleted() for x in arrays if not isinstance(x, Tracer)):
+        raise ValueError(
+            "`state` has no arrays any more: `update` reuses its memory. Go on with "
+            "the state that `update` returned, or copy it before."
+        )
+
+
+def first_leaf(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
+    leaves = jtu.tree_leaves(tree, is_leaf=is_accumulator)
+    return next((x for x in leaves if x is not None and condition(x)), None)
+
+
+_ACCUMULATORS = ("accumulator", "value_accumulator", "aux_accumulator")
+
+
+def reductions_of(transform: AbstractTransform) -> list[AbstractAccumulator]:
+    """The accumulators of a transform that do not join rows."""
+    trees = [getattr(transform, name, None) for name in _ACCUMULATORS]
+    leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
+    return [x for x in leaves if x is not None and not isinstance(x, Concat)]
+
+
+def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform:
+    """A transform with other weights of the examples."""
+
+    def replaced(accumulator: Any) -> Any:
+        accumulator = canonicalise(accumulator)
+        if isinstance(accumulator, AbstractTotal):
+            return dataclasses.replace(accumulator, weights=weights)
+        return accumulator
+
+    changes = {
+        name: jtu.tree_map(replaced, getattr(transform, name), is_leaf=is_accumulator)
+        for name in _ACCUMULATORS
+        if hasattr(transform, name)
+    }
+    return dataclasses.replace(transform, **changes)
+
+
+# The arguments that all batches share, and a batch.
+_Arguments = tuple[tuple, tuple]
+
+
+def applied(
+    select: Callable[[Any, Passes], PyTree],
+    transform: AbstractTransform,
+    args: _Arguments,
+    is_weighted: bool,
+    *of_passes_: Any,
+) -> PyTree:
+    """What `select` returns for the result of a call, and its passes."""
+
+    def run(transform: AbstractTransform, args: _Arguments, *rest: Any) -> PyTree:
+        leading, batch = args
+        shared = [x for x in jtu.tree_leaves(leading) if eqx.is_array(x)]
+        passes = Passes(*rest, shared=shared)
+        if is_weighted:
+            transform, batch = _weighted(transform, batch[-1]), batch[:-1]
+        with of_passes(passes):
+            return select(transform.apply((*leading, *batch), {}), passes)
+
+    specs = lambda *_: PartitionSpec()
+    return on_their_mesh(run, (transform, args, *of_passes_), specs)
+
+
+@compiled
+def begun(
+    transform: AbstractTransform, args: _Arguments, is_weighted: bool
+) -> list[Pass]:
+    select = lambda _, passes: passes.after
+    return applied(select, transform, args, is_weighted, None)
+
+
+@functools.partial(compiled, donate="all-except-first", waits=False)
+def updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
+    return applied(with_rows, *call[:-1], before, call[-1])
+
+
+def with_rows(_: Any, passes: Passes) -> tuple[list[Pass], list[Array]]:
+    """The passes with a batch, and its rows along axis 0."""
+    return passes.after, [jnp.moveaxis(x, axis, 0) for x, _, axis in passes.rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsOfBatches:
+    """Stands for the rows of all batches: those of a path in the output, by number."""
+
+    number: int
+    path: str
+    axis: int
+
+
+@compiled
+def finished(
+    transform: AbstractTransform, leading: tuple, state: StreamState, is_weighted: bool
+) -> Any:
+    # Of the batch, only the types matter.
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x
+    args = leading, jtu.tree_map(zeros, state.batch)
+
+    def select(result: PyTree, passes: Passes) -> PyTree:
+        places = {id(x[0]): RowsOfBatches(i, *x[1:]) for i, x in enumerate(passes.rows)}
+        return jtu.tree_map(lambda x: places.get(id(x), x), result)
+
+    return applied(select, transform, args, is_weighted, state.passes)

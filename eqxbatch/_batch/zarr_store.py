@@ -1,0 +1,462 @@
+"""Arrays of a folder on disk, in chunks of zarr; runs can be resumed."""
+
+import contextlib
+import errno
+import hashlib
+import importlib
+import importlib.metadata
+import itertools
+import math
+import os
+import pathlib
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._base.trees import import_extra, log, safe_zip
+from .._base.types import check_types, checked
+from .fingerprint import add_array, check_record, read_json
+from .store import (
+    AbstractStore,
+    AbstractWriter,
+    Chunk,
+    Fingerprint,
+    HostStore,
+    Source,
+    StoredArray,
+)
+
+
+_ATTRIBUTE = "eqxbatch"
+
+
+_METADATA = "zarr.json"
+
+
+# Next to the chunks of an array: which values belong to which of its chunks.
+_PLACES = "places"
+
+
+_CHECKSUM = 4  # The bytes of a CRC32C, at the end of a chunk.
+
+
+# How zarr names an unfinished file.
+_PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial")
+
+
+class ZarrStore(AbstractStore):
+    """Stores a kernel on disk, as zarr arrays whose chunks are the blocks.
+
+    A path as `store` of [`eqxbatch.filter_batch_kernel`][] stands for it; pass a store
+    for other settings. The result is then zarr arrays that are open for reading.
+    Entries are read from disk only when they are accessed. `path` becomes a zarr group
+    (format version 3) with one array for each array that the kernel function returns. A
+    single array is named `kernel`; several are named by their position in the output.
+
+    **To resume a run that was stopped or killed, call it again.** Each chunk has a
+    checksum. Intact chunks are kept; chunks that are missing, have a wrong size or
+    checksum, or are those of another place, are computed. The kernel is bit for bit
+    that of an uninterrupted run on the same machine. The group stores a fingerprint of
+    the inputs, the kernel function (its arrays and its program), the blocks, JAX's
+    settings for random numbers and precision, and the package versions, so that
+    different kernels are never mixed.
+
+    Several processes can share the work: see `mesh` of
+    [`eqxbatch.filter_batch_kernel`][].
+
+    Needs the extra `store`: `pip install "equinox-batch[store]"`.
+
+    **Arguments:**
+
+    - `path`: a folder, which is created if it does not exist.
+    - `upper_only`: whether to omit the blocks below the diagonal of a symmetric kernel,
+        which halves the space on disk. The result is then an
+        [`eqxbatch.results.SymmetricArray`][], which reads the omitted blocks as mirror
+        images.
+    - `version`: a name for what the fingerprint cannot contain: the functions that a
+        kernel calls on the host, by `jax.pure_callback` for instance, and what they
+        read. Such kernels need one. Pass another name when these functions change.
+
+    **Raises:**
+
+    When used:
+
+    - `ValueError` for a folder that contains another kernel or anything else, for
+        metadata that are damaged or edited, for `upper_only` if the kernel is not
+        symmetric, and for a kernel with callbacks without `version`.
+    - `TypeError` for a dtype that zarr does not support, such as bfloat16.
+    - `OSError` before anything is computed, if the folder cannot be written or the disk
+        has too little space; or later, if the disk becomes full, or if files are
+        deleted while the kernel is computed. Everything written before stays intact.
+    - `ImportError` if zarr is not installed.
+
+    !!! example
+
+        ```python
+        >>> import eqxbatch, jax.numpy as jnp, tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> kernel = eqxbatch.filter_batch_kernel(
+        ...     lambda x, y: x @ y.T,
+        ...     block_size=2,
+        ...     store=folder.name + "/linear.zarr",
+        ... )
+        >>> stored = kernel(jnp.ones((3, 4)), jnp.ones((2, 4)))
+        >>> stored.shape, stored.chunks
+        ((3, 2), (2, 2))
+        >>> stored[1:]
+        array([[4., 4.],
+               [4., 4.]], dtype=float32)
+        >>> folder.cleanup()
+
+        ```
+    """
+
+    path: str = eqx.field(static=True)
+    upper_only: bool = eqx.field(static=True)
+    version: str | None = eqx.field(static=True)
+    is_shared: bool = eqx.field(static=True, default=True, init=False, repr=False)
+
+    @checked
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        upper_only: bool = False,
+        version: str | None = None,
+    ):
+        self.path = os.fspath(path)
+        self.upper_only = upper_only
+        self.version = version
+
+    def begin(
+        self, arrays: Sequence[StoredArray], fingerprint: Fingerprint, is_first: bool
+    ) -> AbstractWriter:
+        zarr = import_extra("zarr", "ZarrStore", "store")
+        for x in arrays:
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+            if is_key or np.dtype(x.dtype).kind not in "biufc":
+                raise TypeError(
+                    f"zarr has no arrays of dtype {x.dtype}, which the function of the "
+                    f"{x.kind} returns in output{x.path}. Cast it, to float32 for "
+                    "instance."
+                )
+        settings = {"upper_only": self.upper_only, "version": self.version}
+        expected = {**fingerprint(), **settings}
+        if expected["callbacks"] and self.version is None:
+            raise ValueError(
+                f"The {arrays[0].kind} calls functions on the host, by "
+                f"{expected['callbacks']}, "
+                "whose results a fingerprint cannot contain. Pass "
+                "`ZarrStore(..., version='1')`, and another `version` when they change."
+            )
+        path = pathlib.Path(self.path)
+        if is_first:
+            _make_group(zarr, path, expected)
+        what = f"has another {arrays[0].kind} than this one"
+        check_record("path", path, read_record(path), expected, what)
+        if is_first:
+            group = _opened(zarr.open_group, path, mode="r+")
+            for name, x in safe_zip(names_of(arrays), arrays):
+                if not (path / name / _METADATA).exists():
+                    with contextlib.suppress(zarr.errors.ContainsArrayError):
+                        _make_array(group, name, x)
+        writer = ZarrWriter(zarr, path, arrays)
+        writer.lock(clean=is_first)
+        return writer
+
+
+def names_of(arrays: Sequence[StoredArray]) -> list[str]:
+    """The names of the arrays, which are names of folders."""
+    if len(arrays) == 1:
+        return [arrays[0].kind]
+    names: list[str] = []
+    for x in arrays:
+        name = re.sub(r"\W+", "_", x.path).strip("_") or "kernel"
+        while name in names:
+            name += "_"
+        names.append(name)
+    return names
+
+
+def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None:
+    names = {x.name for x in path.iterdir()} if path.exists() else set()
+    if _METADATA in names:
+        return
+    if any(not _PARTIAL.fullmatch(name) for name in names):
+        raise ValueError(
+            f"`path` is a folder that contains something other than a kernel: {path}. "
+            "Pass one that is empty or does not exist."
+        )
+    # Metadata are written together with the group, so no group lacks them.
+    # Another run of the same kernel may have been faster.
+    with contextlib.suppress(zarr.errors.ContainsGroupError):
+        zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
+
+
+def read_record(path: pathlib.Path) -> dict[str, Any]:
+    """What a folder says about its kernel."""
+    node = read_json(
+        "path",
+        path / _METADATA,
+        "Nothing is deleted. Restore this file, or pass another path.",
+    )
+    try:
+        saved = node["attributes"][_ATTRIBUTE]
+    except (KeyError, TypeError):
+        saved = None
+    if not isinstance(saved, dict):
+        raise ValueError(
+            f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
+            "folder that is empty or does not exist."
+        )
+    return saved
+
+
+def _opened(open_node: Callable[..., Any], path: pathlib.Path, **settings: Any) -> Any:
+    """What zarr opens. Raises `ValueError` for metadata that it cannot read."""
+    try:
+        return open_node(str(path), **settings)
+    except Exception as e:
+        is_of_system = isinstance(e, (OSError, MemoryError))
+        # This is what zarr raises for a file that is not of an array or a group.
+        if is_of_system and not isinstance(e, FileNotFoundError):
+            raise
+        raise ValueError(
+            f"`path` has damaged metadata: zarr cannot read {path / _METADATA} "
+            f"({type(e).__name__}: {e}). {_KEPT}"
+        ) from e
+
+
+_KEPT = (
+    "Chunks are kept. Delete the file of an array, and the call writes it again; "
+    "restore that of the group."
+)
+
+
+def _make_array(group: Any, name: str, array: StoredArray) -> Any:
+    codecs = importlib.import_module("zarr.codecs")
+    return group.create_array(
+        name,
+        shape=array.shape,
+        chunks=array.sizes,
+        dtype=np.dtype(array.dtype),
+        # Entries of a kernel are nearly random, so compression is slow and saves
+        # little. The checksum tells whether a chunk is intact.
+        compressors=[codecs.Crc32cCodec()],
+        filters=None,
+        fill_value=0,
+    )
+
+
+def _seal(chunk: Chunk, values: np.ndarray, source: str) -> str:
+    """A digest of the entries of a chunk, of its place, and of its source."""
+    seal = hashlib.blake2b(f"{chunk.index}{source}".encode(), digest_size=16)
+    add_array(seal, values)
+    return seal.hexdigest()
+
+
+class ZarrWriter(AbstractWriter):
+    """Writes chunks, and before each a line that says which values belong there.
+
+    Each writer has files of its own for these lines. A chunk without its line is
+    computed again, so nothing depends on them.
+    """
+
+    _lock: int | None = None
+
+    def __init__(
+        self,
+        zarr: Any,
+        path: pathlib.Path,
+        arrays: Sequence[StoredArray],
+        mode: Literal["r", "r+"] = "r+",
+    ):
+        self.zarr, self.path, self.stored = zarr, path, arrays
+        self.names = names_of(arrays)
+        # Chunks of zeros are written, too, so that they are not missing.
+        self.arrays = [
+            zarr.Array(
+                zarr.AsyncArray(
+                    metadata=array.metadata,
+                    store_path=array.store_path,
+                    config={"write_empty_chunks": True},
+                )
+            )
+            for array in self.open(mode)
+        ]
+        self.run = uuid.uuid4().hex
+        self.seals: list[set[str]] = []
+
+    def lock(self, *, clean: bool) -> None:
+        """Tells other runs that this one writes, until it is closed or killed.
+
+        If no other run does, `clean` deletes the files that killed runs have left.
+        """
+        try:
+            fcntl = importlib.import_module("fcntl")
+            self._lock = os.open(self.path / _METADATA, os.O_RDWR)
+            if clean:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._clean()
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        except (ImportError, OSError) as e:
+            # On Windows, and on file systems without locks.
+            log.debug("ZarrStore: unfinished files are kept, without locks (%s).", e)
+
+    def _clean(self) -> None:
+        folders = [self.path / name / "c" for name in self.names]
+        files = [self.path.glob("*"), *(folder.rglob("*") for folder in folders)]
+        for file in itertools.chain.from_iterable(files):
+            if _PARTIAL.fullmatch(file.name):
+                file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def open(self, mode: str) -> list:
+        """The arrays, after their metadata have been compared with what is stored."""
+        memory = self.zarr.create_group(self.zarr.storage.MemoryStore(), zarr_format=3)
+        arrays = []
+        for name, stored in safe_zip(self.names, self.stored):
+            expected = _make_array(memory, name, stored).metadata.to_dict()
+            place = self.path / name
+            array = _opened(self.zarr.open_array, place, mode=mode)
+            saved = array.metadata.to_dict()
+            # Users may add attributes.
+            different = [
+                part
+                for part in sorted({*expected, *saved} - {"attributes"})
+                if saved.get(part) != expected.get(part)
+            ]
+            if different:
+                raise ValueError(
+                    f"`path` has metadata of other arrays: in "
+                    f"{place / _METADATA}, {different} differ. {_KEPT}"
+                )
+            arrays.append(array)
+        return arrays
+
+    def _file(self, chunk: Chunk) -> pathlib.Path:
+        return self.path.joinpath(self.names[chunk.array], "c", *map(str, chunk.index))
+
+    def _has_size(self, chunk: Chunk) -> bool | None:
+        """Whether a chunk has the right size; None if there is none."""
+        try:
+            size = self._file(chunk).stat().st_size
+        except FileNotFoundError:
+            return None
+        return size == self._bytes(chunk) + _CHECKSUM
+
+    def _has(self, chunk: Chunk, source: Source) -> bool:
+        """Whether a chunk is intact. One that is damaged is removed."""
+        has_size = self._has_size(chunk)
+        values = self._read(chunk) if has_size else None
+        if values is not None:
+            seal = _seal(chunk, values, source(chunk))
+            return seal in self.seals[chunk.array]
+        if has_size is not None:
+            self._file(chunk).unlink(missing_ok=True)
+        return False
+
+    def _read(self, chunk: Chunk) -> np.ndarray | None:
+        """The entries of a chunk; None if its checksum is wrong.
+
+        Other errors say nothing about the chunk: the disk may fail, or memory may run
+        out.
+        """
+        try:
+            return np.asarray(self.arrays[chunk.array][self._place(chunk)])
+        except ValueError as e:
+            if "checksum" not in str(e):
+                raise
+            return None
+
+    def _place(self, chunk: Chunk) -> tuple[slice, ...]:
+        return self.stored[chunk.array].place(chunk.index)
+
+    def _bytes(self, chunk: Chunk) -> int:
+        """The size in bytes of the entries of a chunk."""
+        array = self.arrays[chunk.array]
+        return math.prod(array.chunks) * array.dtype.itemsize
+
+    def missing(
+        self, chunks: list[Chunk], source: Source = lambda _: ""
+    ) -> list[Chunk]:
+        self.seals = []
+        for name in self.names:
+            files = sorted((self.path / name / _PLACES).glob("*"))
+            lines = [file.read_text(errors="replace").split() for file in files]
+            self.seals.append({line for words in lines for line in words})
+        missing = [chunk for chunk in chunks if not self._has(chunk, source)]
+        needed = sum(map(self._bytes, missing))
+        free = shutil.disk_usage(self.path).free
+        if needed > free:
+            raise OSError(
+                errno.ENOSPC,
+                f"The disk of `path` has {free:,} bytes left, and the "
+                f"{self.stored[0].kind} needs "
+                f"{needed:,}",
+                str(self.path),
+            )
+        return missing
+
+    def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
+        places = self.path / self.names[chunk.array] / _PLACES
+        places.mkdir(parents=True, exist_ok=True)
+        with (places / self.run).open("a") as file:
+            file.write(f"{_seal(chunk, values, source)}\n")
+        self.arrays[chunk.array][self._place(chunk)] = values
+
+    def damaged(self) -> list[pathlib.Path]:
+        """The files that are not there, or have a wrong size."""
+        nodes = [self.path, *(self.path / name for name in self.names)]
+        files = [node / _METADATA for node in nodes if not (node / _METADATA).exists()]
+        chunks = (
+            Chunk(i, index) for i, x in enumerate(self.stored) for index in x.indices()
+        )
+        return [*files, *(self._file(x) for x in chunks if not self._has_size(x))]
+
+    def finish(self) -> list[Any]:
+        damaged = self.damaged()
+        if damaged:
+            raise OSError(
+                errno.ENOENT,
+                f"{len(damaged)} files of `path` were deleted or damaged while the "
+                "kernel was computed. Call again, which computes what is missing. The "
+                "first",
+                str(damaged[0]),
+            )
+        return self.open("r")
+
+
+# What users pass for a store.
+Store = AbstractStore | str | os.PathLike
+
+
+# What is a mistake rather than the name of a folder.
+_NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
+
+
+def as_store(store: Store) -> AbstractStore | Literal["device"]:
+    """The store that `store` stands for; a path is that of a `ZarrStore`."""
+    check_types({"store": store}, {"store": Store}, always=True)
+    if isinstance(store, AbstractStore):
+        return store
+    if store == "device":
+        return "device"
+    if store in _NO_PATHS:
+        raise ValueError(
+            f"`store` must be 'device', 'host', a path on disk, or a store; got "
+            f"{store!r}. Write './{store}' for a folder of this name."
+        )
+    return HostStore() if store == "host" else ZarrStore(store)

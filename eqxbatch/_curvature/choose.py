@@ -1,0 +1,216 @@
+"""The blocks of a matrix, by sites or by products, whichever is cheaper."""
+
+import functools
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real
+
+from .._base.compile import num_bytes
+from .._base.jaxprs import first_use
+from .._base.platforms import platform
+from .._base.trees import log
+from .._batch.loop import accumulated_sums
+from .._sites.cancel import unless_cancelled
+from .._sites.program import Program
+from .by_sites import AbstractSiteMatrix, cheapest, is_covered
+from .columns import (
+    product_blocks,
+    product_costs,
+)
+from .functions import AbstractCurvature, LossCurvature
+from .pytree import Pair, RequestedBlocks
+
+
+# The number of examples for which contractions are estimated.
+_COUNTED = 32
+
+
+class CurvatureBlocks:
+    """Blocks of a matrix of second derivatives.
+
+    - `method`: `"sites"` for all leaves that have rules, `"products"` for none, or
+        `"auto"` for those where that is cheaper.
+    - `size`: the number of columns that products compute at a time.
+    """
+
+    def __init__(
+        self,
+        curvature: AbstractCurvature,
+        requested: RequestedBlocks,
+        method: Literal["auto", "sites", "products"],
+        size: int | None,
+    ):
+        self.curvature, self.requested = curvature, requested
+        self.method, self.size = method, size
+        self._sites = self._choose()
+        by_sites = self._sites.requested.leaves if self._sites else ()
+        log.debug(
+            "Second derivatives: method=%r takes %d of %d arrays by sites.",
+            *(method, len(by_sites), len(requested.leaves)),
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a Hessian of one array, with all columns at once.
+
+        There is nothing to gain by symmetry then: a copy of all entries above the
+        diagonal would only come on top.
+        """
+        if self._sites is not None or not isinstance(self.curvature, LossCurvature):
+            return False
+        sizes = [x.size for x in self.curvature.leaves]
+        return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
+
+    def sums(
+        self, rows: list, weights: Real[Array, " n"] | None
+    ) -> list[Inexact[Array, "pairs ..."]]:
+        """The blocks of each group of pairs, summed over some examples."""
+        sums: list[Array] = []
+        rest = self.requested.leaves
+        if self._sites is not None:
+            sums += self._by_sites(self._sites, rows, weights)
+            if self._sites.counts_cancelled:
+                sums = self._unless_cancelled(sums, rows, weights)
+            rest -= self._sites.requested.leaves
+        others = [pair for (pair,) in self.groups[len(sums) :]]
+        if others:
+            by_products = self._by_products(others, rest, rows, weights, self.size)
+            sums += (by_products[pair][None] for pair in others)
+        return sums
+
+    def _unless_cancelled(
+        self, sums: list[Array], rows: list, weights: Array | None
+    ) -> list[Array]:
+        """The blocks from sites, or from products if terms cancel for some examples."""
+        assert self._sites is not None
+        *sums, num_cancelled = sums
+        groups, table = self._sites.groups, self._sites.program.table
+        leaves = self._sites.requested.leaves
+        total = rows[0].shape[self.curvature.axes[0]] if rows else 1
+        kept = num_bytes([table.perturbations, table.operands])
+        # The branch takes no more memory than the blocks from sites. A column keeps the
+        # tangents of values and of their cotangents.
+        most = min(total * self._sites.bytes, platform().factor_bytes)
+        size = max(1, most // max(2 * total * kept, 1))
+        size = size if self.size is None else min(size, self.size)
+
+        def products() -> list[Array]:
+            pairs = [pair for pairs in groups for pair in pairs]
+            blocks = self._by_products(pairs, leaves, rows, weights, size)
+            return [jnp.stack([blocks[pair] for pair in pairs]) for pairs in groups]
+
+        arrays = [*self.curvature.leaves, *rows]
+        return unless_cancelled(num_cancelled[None] > 0, arrays, sums, products)
+
+    @property
+    def groups(self) -> list[list[Pair]]:
+        """The requested pairs of leaves, in the groups that `sums` uses."""
+        groups = [] if self._sites is None else self._sites.groups
+        known = {pair for pairs in groups for pair in pairs}
+        return [
+            *groups,
+            *([pair] for pair in self.requested.pairs if pair not in known),
+        ]
+
+    def _by_sites(
+        self, sites: AbstractSiteMatrix, rows: list, weights: Array | None
+    ) -> list[Array]:
+        """Computes sums from sites, in blocks of examples whose factors are small."""
+        requested, axes = self.requested, self.curvature.axes
+        if not axes:
+            return sites.sums(rows, axes, weights)
+        sums = lambda rows, weights: sites.sums(rows, axes, weights)
+        total = rows[0].shape[axes[0]]
+        sizes = (requested.num_bytes(x, sites.leaves) for x in requested.pairs)
+        most = max(sum(sizes) // 4, platform().factor_bytes)
+        size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
+        return accumulated_sums(sums, rows, axes, weights, size)
+
+    def _by_products(
+        self,
+        pairs: list[Pair],
+        columns: set[int],
+        rows: list,
+        weights: Array | None,
+        size: int | None,
+    ) -> dict[Pair, Array]:
+        products = self.curvature.products(rows, weights, self.curvature.axes, False)
+        requested = RequestedBlocks(pairs, self.requested.is_diagonal)
+        order, leaves = self._in_order(columns), self.curvature.leaves
+        return product_blocks(products, leaves, order, requested, size)
+
+    def _in_order(self, leaves: set[int]) -> list[int]:
+        """The leaves in the order in which the function uses them."""
+        jaxpr = self.curvature.program.closed.jaxpr
+        return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
+
+    def _choose(self) -> AbstractSiteMatrix | None:
+        """The leaves that are computed from sites."""
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        if self.method == "products" or not curvature.allows_sites:
+            return None
+
+        def of_sites(program: Program, leaves: set[int]) -> AbstractSiteMatrix:
+            requested = self.requested.among(leaves)
+            return curvature.of_sites(program, requested, self.method == "auto")
+
+        program, covered = self._program(set(range(num)))
+        if not self.requested.among(covered).pairs:
+            return None
+        if self.method == "auto" and curvature.excludes_sites(covered):
+            return None
+        sites = of_sites(program, covered)
+        if self.method == "sites" or curvature.forms_rest:
+            return sites
+        counted = _COUNTED if curvature.axes else 1
+        products = curvature.products(curvature.program.zeros()[1], None, (), False)
+        order = self._in_order(self.requested.leaves)
+        columns = {
+            leaf: counted * cost
+            for leaf, cost in product_costs(products, curvature.leaves, order).items()
+        }
+        chosen = cheapest(program.table, covered, sites.estimate(counted), columns)
+        if chosen == covered:
+            return sites
+        if not self.requested.among(chosen).pairs:
+            return None
+        return of_sites(*self._program(chosen))
+
+    def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
+        """The function with the sites of some leaves, and the leaves that have rules.
+
+        Leaves without a rule are not perturbed, or their Jacobian is formed.
+        """
+        curvature, num = self.curvature, len(self.curvature.leaves)
+        formed: set[int] = set()
+        # Gauss-Newton matrices form the Jacobians whose terms may cancel.
+        is_of_loss = isinstance(curvature, LossCurvature)
+        counts_cancelled = self.method == "auto" and is_of_loss
+        is_known = functools.partial(
+            is_covered, requested=self.requested, counts_cancelled=counts_cancelled
+        )
+        while True:
+            program = Program(
+                curvature.program,
+                constant=set(range(num)) - leaves,
+                formed=formed,
+                num_outputs=curvature.num_outputs,
+                order=2,
+            )
+            covered = {i for i in leaves if i in formed or is_known(program.table, i)}
+            if covered == leaves:
+                return program, covered
+            if curvature.forms_rest:
+                formed |= leaves - covered
+            else:
+                leaves = covered
+
+
+def _even(total: int, size: int) -> int:
+    """A size without a remainder, if one is at least half as large.
+
+    A remainder would need a program of its own.
+    """
+    divisors = (i for i in range(size, size // 2, -1) if total % i == 0)
+    return next(divisors, size)

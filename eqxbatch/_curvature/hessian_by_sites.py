@@ -1,0 +1,352 @@
+"""Hessians by sites.
+
+With `d` the cotangent of a site's output `y = w(a)`, the gradient with respect to `w`
+is `d a`. A second parameter that enters at `y' = w'(a')` changes `d` (and `a`, if the
+first site comes later) only through `y'`. So the second derivatives of one example are
+
+    (∂d/∂z') a a' + d (∂a/∂z') a' + d' (∂a'/∂z) a,
+
+for small perturbations `z` of `y` and `z'` of `y'`. These have few entries compared to
+the parameters. Only the products with the operands, summed over all examples, are as
+large as the Hessian.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Inexact
+
+from .._base.dtypes import widened
+from .._base.jaxprs import depends, run_jaxpr
+from .._base.mesh import vary_as
+from .._base.structs import full_varying_as
+from .._base.trees import safe_zip
+from .._sites.axes import Axis, EXAMPLE, Named
+from .._sites.cancel import cancels
+from .._sites.cost import pushed_cost
+from .._sites.factors import Factors
+from .._sites.gram import OfLeaf
+from .._sites.program import Program
+from .._sites.site import is_sum, Site
+from .._sites.table import SiteTable
+from .._sites.values import evaluated, Node
+from .by_sites import (
+    AbstractSiteMatrix,
+    axes_named,
+    Kept,
+    kept_of,
+    site_terms,
+    struct_of,
+    Use,
+    uses_of,
+)
+from .columns import hessian_products, images, one_hot_seeds, replaced
+from .pytree import RequestedBlocks
+
+
+# The maximal number of programs in which derivatives are taken. Each contains what
+# comes after its first perturbation, so more programs compute less, but take longer to
+# compile.
+_MOST_PUSHES = 3
+
+
+class SiteHessian(AbstractSiteMatrix):
+    """Blocks of the Hessian of a sum over examples, from the sites of its leaves.
+
+    The first output of the `program` is summed. The cotangents and operands of one
+    example are a function of perturbations, which is traced once. The trace shows which
+    values depend on which perturbation and what their derivatives cost, and it is what
+    runs.
+
+    - `changes`: pairs of a perturbation and a cotangent or operand that depends on it,
+        among those that sites need.
+    - `pushes`: for each program in which derivatives are taken, its perturbations, and
+        what they change: indices of cotangents, then those of operands.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        requested: RequestedBlocks,
+        *,
+        checkpoint: bool,
+        counts_cancelled: bool,
+    ):
+        self._closed = _perturbed_gradient(program, checkpoint)
+        jaxpr = self._closed.jaxpr
+        needed = {
+            (z, i)
+            for pair in requested.pairs
+            for use in uses_of(program.table, pair)
+            for z, i in _keys(program.table, use)
+            if i is not None
+        }
+        depend = {
+            z: depends(jaxpr, [i == z for i, _ in enumerate(jaxpr.invars)])
+            for z in sorted({z for z, _ in needed})
+        }
+        self.changes = {(z, i) for z, i in needed if depend[z][i]}
+        every = sorted({z for z, _ in self.changes})
+        size = -(-len(every) // _MOST_PUSHES) or 1
+        groups = [every[i : i + size] for i in range(0, len(every), size)]
+        changed = lambda push: sorted({i for z, i in self.changes if z in push})
+        self.pushes = [(push, changed(push)) for push in groups]
+        super().__init__(program, program.table, requested)
+        # The leaves whose gradient is a sum of terms, which may nearly cancel.
+        self._summed = [
+            i for i in sorted(requested.leaves) if is_sum(program.table.of(i))
+        ]
+        self.counts_cancelled = counts_cancelled and len(self._summed) > 0
+
+    def kind(self, site: Site, other: Site) -> tuple:
+        z, y = site.perturbation, other.perturbation
+        keys = _keys(self.program.table, (site, other))
+        return (z > y) - (z < y), *(key in self.changes for key in keys)
+
+    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
+        cotangents, operands, _ = factors
+        sources = _sources(self.program.table, cotangents, operands)
+        blocks = _with_curved(self, sources, self.contracted_blocks(factors, values))
+        if self.counts_cancelled:
+            # Blocks are sums over pairs of the terms of gradients, which keep no digits
+            # if these terms nearly cancel.
+            table = self.program.table
+            kept = Factors(operands, cotangents, values=values)
+            flags = cancels(
+                [OfLeaf(table.of(i), kept, self.leaves[i]) for i in self._summed]
+            )
+            assert flags is not None
+            blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
+        return blocks
+
+    def of_example(self, rows: list, weight: Array | None) -> Kept:
+        """The cotangents, the operands, and the derivatives of pushes.
+
+        The latter are those of the cotangents and operands that a push changes. Axis 0
+        has the entries of its perturbations.
+        """
+        program, closed = self.program, self._closed
+        point = program.zeros(self.leaves, rows)
+        aval = program.jaxpr.outvars[0].aval
+        seed = full_varying_as(aval, 1)
+        seed = seed if weight is None else seed * weight.astype(aval.dtype)
+
+        def run(point: list) -> list:
+            args = [*point, *self.leaves, *rows, seed]
+            return run_jaxpr(closed.jaxpr, list(closed.consts), args)
+
+        outs, changes = run(point), []
+        for push, numbers in self.pushes:
+            zeros = [point[z] for z in push]
+
+            def results(zs: list, push: list = push, numbers: list = numbers) -> list:
+                outs = run(replaced(point, push, zs))
+                return [outs[i] for i in numbers]
+
+            product = functools.partial(jax.jvp, results, [zeros])
+            seeds = one_hot_seeds(jnp.arange(sum(x.size for x in zeros)), zeros)
+            changes.append(
+                jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
+            )
+        return outs[: len(point)], outs[len(point) :], changes
+
+    def structs(self) -> Kept:
+        cotangents = [*map(struct_of, self.program.table.perturbations)]
+        operands = [*map(struct_of, self.program.table.operands)]
+        every = [*cotangents, *operands]
+        total = lambda push: sum(cotangents[z].size for z in push)
+        changes = [
+            [struct_of(every[i], total(push)) for i in numbers]
+            for push, numbers in self.pushes
+        ]
+        return cotangents, operands, changes
+
+    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
+        """Cotangent and operand of each site, and those `changes` that are not zero."""
+        cotangents, operands, changes = factors
+        known = (
+            self._at(changes, z, i)
+            if i is not None and (z, i) in self.changes
+            else None
+            for z, i in _keys(self.program.table, use)
+        )
+        return [*kept_of(use, cotangents, operands), *known]
+
+    def _at(self, changes: list[list], z: int, i: int) -> Array:
+        """A derivative in one perturbation, of what `of_example` returns."""
+        of_push = safe_zip(self.pushes, changes)
+        (push, numbers), arrays = next(pair for pair in of_push if z in pair[0][0])
+        sizes = {k: self.program.table.perturbations[k].size for k in push}
+        start, x = sum(sizes[k] for k in push if k < z), arrays[numbers.index(i)]
+        return lax.slice_in_dim(x, start, start + sizes[z], axis=1)
+
+    def costs_of_factors(
+        self, num: int, factors: Kept, values: list
+    ) -> dict[int, float]:
+        del factors, values
+        jaxpr, costs = self._closed.jaxpr, dict[int, float]()
+        for push, _ in self.pushes:
+            marks = [i in push for i, _ in enumerate(jaxpr.invars)]
+            of_one = num * pushed_cost(jaxpr, marks).time
+            for z in push:
+                costs[z] = of_one * self.program.table.perturbations[z].size
+        return costs
+
+    def terms(
+        self, use: Use, axes: list[dict[str, Axis]], arrays: list
+    ) -> Iterator[list[Named]]:
+        *kept, curvature, first, second = arrays
+        triples = safe_zip(use, (kept[:2], kept[2:]), axes)
+        sides = [site_terms(site, d, a, names) for site, (d, a), names in triples]
+        if curvature is not None:
+            later = 1 if use[0].perturbation < use[1].perturbation else 0
+            change = self._change(curvature, use, axes, later, is_operand=False)
+            yield [change, *sides[0][1], *sides[1][1]]
+        for side, change in enumerate((first, second)):
+            if change is not None:
+                change = self._change(change, use, axes, side, is_operand=True)
+                yield [sides[side][0], change, *sides[1 - side][1]]
+
+    def _change(
+        self,
+        x: Array,
+        use: Use,
+        axes: list[dict[str, Axis]],
+        side: int,
+        *,
+        is_operand: bool,
+    ) -> Named:
+        """How a site's cotangent or operand changes with the other's perturbation.
+
+        The entries of the latter are along axis 1 of `x`.
+        """
+        site, other = use[side], use[1 - side]
+        arrange = site.expand if is_operand else site.arrange
+        names = site.a_axes if is_operand else site.d_axes
+        # Each site names the axes of its own array.
+        x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
+        num, rest = x.shape[0], x.shape[2:]
+        shape = self.program.table.perturbations[other.perturbation].shape
+        split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
+        arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
+        x = jax.vmap(arrange_other)(split)
+        x = widened(x.reshape(*x.shape[:-1], *rest))
+        of_other = axes_named(axes[1 - side], other.d_axes)
+        return Named(x, (EXAMPLE, *of_other, *axes_named(axes[side], names)))
+
+
+def _perturbed_gradient(program: Program, remat: bool) -> Any:
+    """The jaxpr of cotangents and operands, from perturbations and one example."""
+    leaves, rows = program.traced.zeros()
+
+    def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
+        def value(point: list) -> tuple[Array, list]:
+            outs, operands, _ = program.evaluate(leaves, rows, point)
+            return outs[0], operands
+
+        value = jax.checkpoint(value) if remat else value
+        _, pull, operands = jax.vjp(value, point, has_aux=True)
+        return [*pull(weight)[0], *operands]
+
+    weight = full_varying_as(program.jaxpr.outvars[0].aval, 1)
+    return jax.make_jaxpr(gradient)(program.zeros(leaves, rows), leaves, rows, weight)
+
+
+def _keys(table: SiteTable, use: Use) -> list[tuple[int, int | None]]:
+    """The derivatives that the terms of two sites need.
+
+    Each is a pair of a perturbation and of what changes with it: the later of the two
+    cotangents, and each operand with the other site, or None if it has none. Operands
+    come after all cotangents.
+    """
+    pair, first = [site.perturbation for site in use], len(table.perturbations)
+    operands = (
+        None
+        if site.operand is None or site.rule.token is not None
+        else first + site.operand
+        for site in use
+    )
+    return [(min(pair), max(pair)), *safe_zip(pair[::-1], operands)]
+
+
+def _sources(
+    table: SiteTable, cotangents: list, operands: list
+) -> list[tuple[Node, Array]]:
+    """The values that are not linear in leaves, and their gradients.
+
+    The gradients are those of the sum over the examples.
+    """
+    uses: dict[tuple, Site] = {}
+    for site in table.sites:
+        if site.source is not None:
+            key = (site.source, site.perturbation, site.operand, id(site.rule))
+            uses.setdefault(key, site)
+
+    def gradient(site: Site, source: Node) -> Array:
+        d = cotangents[site.perturbation]
+        a = site.operand_of(operands)
+        shape = (*(length for _, length in source.loops), *source.shape)
+
+        def outputs(value: Array) -> Array:
+            in_axes = (None if a is None else 0, None)
+            output = jax.vmap(site.output_of_source, in_axes, axis_size=d.shape[0])
+            return output(a, value)
+
+        zeros = vary_as([d], jnp.zeros(shape, source.dtype))
+        return jax.linear_transpose(outputs, zeros)(d)[0]
+
+    return [(key[0], gradient(site, key[0])) for key, site in uses.items()]
+
+
+def _with_curved(
+    hessian: SiteHessian, sources: list[tuple[Node, Array]], blocks: list[Array]
+) -> list[Array]:
+    """Adds the second derivatives of values that are computed from leaves alone.
+
+    `sources` are these values, and the gradients of the sum with respect to them. An
+    elementwise function of a leaf has a diagonal Hessian, which takes one product.
+    """
+    if not sources:
+        return blocks
+    table, requested, leaves = hessian.contracted, hessian.requested, hessian.leaves
+    curved = {s.leaf: False for s in table.sites if s.source is not None}
+    curved |= {s.leaf: True for s in table.sites if s.is_coupled}
+
+    def gradient(leaves: list, which: Sequence[int]) -> list:
+        def value(point: list) -> Array:
+            nodes = [x for x, _ in sources]
+            values = evaluated(nodes, replaced(leaves, which, point))
+            terms = (jnp.sum(values[x] * weight) for x, weight in sources)
+            return functools.reduce(jnp.add, terms)
+
+        return jax.grad(value)([leaves[i] for i in which])
+
+    products = hessian_products(gradient, is_reverse=False, is_single=False)
+    result = []
+    for pairs, block in safe_zip(hessian.groups, blocks):
+        first, second = pairs[0]
+        if first in curved and second in curved:
+            # Such leaves are unlike all others, so this is the block of a single pair.
+            product = products(leaves, [second], [first])
+            if curved[first] and curved[second]:
+                (of_pair,) = images(product, [leaves[second]], None, -1)
+                block = block + of_pair.astype(block.dtype).reshape(block.shape)
+            elif first == second:
+                (diagonal,) = product([jnp.ones_like(leaves[first])])
+                diagonal = diagonal.astype(block.dtype)
+                block = _plus_diagonal(block, diagonal, requested.is_diagonal)
+        result.append(block)
+    return result
+
+
+def _plus_diagonal(block: Array, diagonal: Array, is_diagonal: bool) -> Array:
+    if is_diagonal:
+        return block + diagonal
+    entries = jnp.arange(diagonal.size)
+    flat = block.reshape(diagonal.size, diagonal.size)
+    return flat.at[entries, entries].add(diagonal.ravel()).reshape(block.shape)

@@ -1,0 +1,329 @@
+"""The sums over examples that Kronecker factors are made of."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Real, Shaped
+
+from .._base.dtypes import common_dtype, widened
+from .._base.mesh import is_on_mesh, vary_as
+from .._base.platforms import platform
+from .._base.trees import safe_zip
+from .._batch.loop import accumulated, Rows
+from .._batch.sums import Sum
+from .._sites.axes import Axes, Axis, EXAMPLE, Named, Role
+from .._sites.contract import aligned, contract
+from .._sites.factors import Factors, gradients
+from .._sites.kronecker import AxisRoles, Layout, Part, uses_of
+from .._sites.table import SiteTable
+
+
+if TYPE_CHECKING:
+    pass
+
+
+WeightSharing = Literal["expand", "reduce"]
+
+
+class Weighing(eqx.Module):
+    """How examples, and the vectors that were pulled back, are weighted.
+
+    - `curve`: the curvature between the vectors of an example; None for the identity.
+    """
+
+    num: int = eqx.field(static=True)
+    num_vectors: int = eqx.field(static=True)
+    weights: Real[Array, " n"] | None
+    curve: Inexact[Array, "n vectors vectors"] | None
+
+    def sum(self) -> Array:
+        if self.weights is None:
+            return jnp.asarray(float(self.num))
+        return jnp.sum(widened(self.weights))
+
+    def times(self, x: Inexact[Array, "n ..."]) -> Inexact[Array, "n ..."]:
+        """Multiplies per-example values by the weights of the examples."""
+        if self.weights is None:
+            return x
+        weights = self.weights.astype(x.dtype)
+        return x * jnp.expand_dims(weights, range(1, x.ndim))
+
+    def seconds(
+        self, x: Inexact[Array, "n vectors ..."]
+    ) -> Inexact[Array, "n vectors ..."]:
+        """The array that contracts with `x` to the curvature along `x`."""
+        if self.curve is not None:
+            curve = self.curve.astype(common_dtype(x.dtype, self.curve.dtype))
+            x = jnp.einsum("nv...,nvw->nw...", x.astype(curve.dtype), curve)
+        return self.times(x)
+
+
+VECTOR = Axis(Role.OUTPUT)
+
+
+class _Use(eqx.Module):
+    """The factors at one site, flat, with examples along axis 0.
+
+    - `tokens`: the indices that an embedding looks up, instead of an operand.
+    - `met`: one where a position meets a matrix, and zero where it does not; None if
+        each position meets all of them.
+    """
+
+    a: Inexact[Array, "n positions batch inputs"] | None
+    d: Inexact[Array, "n vectors positions batch outputs"]
+    tokens: Shaped[Array, "n positions"] | None
+    is_swapped: bool = eqx.field(static=True)
+    met: Inexact[Array, "n positions batch"] | None = None
+
+    @property
+    def num(self) -> int | Inexact[Array, "n batch"]:
+        """How many positions of each example meet each matrix."""
+        return self.d.shape[2] if self.met is None else jnp.sum(self.met, 1)
+
+
+def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
+    (a, of_a), (d, of_d), shared, met = use.terms(factors)
+    sides = (layout.inputs, layout.outputs)
+    into, out = sides[::-1] if use.is_swapped else sides
+    num, vectors = d.shape[:2]
+    positions = math.prod(d.shape[of_d.index(axis)] for axis in shared)
+    d = _in_order(d, of_d, (EXAMPLE, VECTOR), shared, layout.batch, out)
+    count, rows = layout.size(layout.batch), layout.size(out)
+    d = d.reshape(num, vectors, positions, count, rows)
+    if use.site.rule.token is not None:
+        tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
+        return _Use(None, d, tokens.reshape(num, positions), use.is_swapped)
+    a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
+    a = a.reshape(num, positions, count, layout.size(into))
+    if met is not None:
+        batch = (Axis(Role.LEAF, number) for number in layout.batch)
+        met = aligned(*met, (EXAMPLE, *shared, *batch))
+        met = met.reshape(met.shape[0], positions, count)
+        met = jnp.broadcast_to(met, (num, positions, count))
+    return _Use(a, d, None, use.is_swapped, met)
+
+
+def _in_order(
+    x: Array, axes: Axes, lead: Axes, shared: Axes, *of_leaf: Sequence[int]
+) -> Array:
+    last = (Axis(Role.LEAF, number) for group in of_leaf for number in group)
+    wanted = (*lead, *shared, *(axis for axis in last if axis in axes))
+    return contract([Named(x, axes)], wanted)
+
+
+def _gram(
+    x: Inexact[Array, "*sum batch k"], y: Inexact[Array, "*sum batch k"]
+) -> Inexact[Array, "batch k k"]:
+    """The sum of outer products, as a single matrix product if possible."""
+    x, y = (z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]) for z in (x, y))
+    if x.shape[1] == 1:
+        return jnp.einsum("zi,zj->ij", x[:, 0], y[:, 0])[None]
+    return jnp.einsum("zbi,zbj->bij", x, y)
+
+
+def symmetric(x: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*batch k k"]:
+    """Makes a matrix that is symmetric up to rounding exactly symmetric."""
+    return (x + jnp.swapaxes(x, -1, -2)) / 2
+
+
+def part_sums(
+    table: SiteTable,
+    part: Part,
+    factors: Factors,
+    weighing: Weighing,
+    sharing: WeightSharing,
+) -> list[Array]:
+    """The arrays that are summed over examples for one block.
+
+    For Kronecker factors, these are, for each of the (up to two) roles of operands that
+    the weight has: the second moment of the operands, their sum, the second moment of
+    the cotangents, and the number of positions, for each matrix if they differ.
+    """
+    layout = part.layout
+    if layout is None:
+        return [_exact_sum(table, part, factors, weighing)]
+    sums: list[Array] = []
+    uses = [flat_use(use, factors, layout) for use in uses_of(table, part)]
+    for is_swapped in (False, True):
+        of_role = [use for use in uses if use.is_swapped is is_swapped]
+        if of_role:
+            sums += _role_sums(of_role, part, weighing, sharing)
+    return sums
+
+
+def _role_sums(
+    uses: list[_Use], part: Part, weighing: Weighing, sharing: WeightSharing
+) -> list[Array]:
+    positions = sum(use.num for use in uses)
+    if sharing == "reduce" and all(use.a is not None for use in uses):
+        # The mean of the operands, and the sum of the cotangents, over the positions.
+        operands = (jnp.sum(use.a, 1) for use in uses if use.a is not None)
+        total = functools.reduce(jnp.add, operands)
+        d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
+        met = None
+        if isinstance(positions, int):
+            a, positions = total / max(positions, 1), 1
+        else:
+            a = total / jnp.maximum(positions, 1)[..., None]
+            positions = (positions > 0).astype(positions.dtype)
+            met = positions[:, None]
+        uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
+    grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
+    add = functools.partial(functools.reduce, jnp.add)
+    gram = add(grams)
+    if isinstance(positions, int):
+        count = weighing.sum() * positions
+    else:
+        count = jnp.sum(weighing.times(positions), 0)
+    # If the sums vary over devices in `jax.shard_map`, so must the count.
+    count = vary_as([gram], count.astype(outputs[0].dtype))
+    return [gram, add(sums), add(outputs), count]
+
+
+def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, Array]:
+    outputs = _gram(use.d, weighing.seconds(use.d))
+    if use.tokens is None:
+        assert use.a is not None
+        weighted = weighing.times(use.a)
+        return _gram(use.a, weighted), jnp.sum(weighted, (0, 1)), outputs
+    assert part.layout is not None
+    side = part.layout.outputs if use.is_swapped else part.layout.inputs
+    table = jnp.zeros(part.layout.size(side), outputs.dtype)
+    tokens = use.tokens
+    take = lambda table: jnp.take(table, tokens, mode="fill", fill_value=0)
+    ones = weighing.times(jnp.ones(tokens.shape, table.dtype))
+    # How often each row of the table is looked up.
+    counts = jax.linear_transpose(take, table)(ones)[0]
+    gram = counts if part.is_counted else jnp.diag(counts)
+    return gram[None], counts[None], outputs
+
+
+def _exact_sum(
+    table: SiteTable, part: Part, factors: Factors, weighing: Weighing
+) -> Array:
+    # The flattened gradient of each example along each vector.
+    lead = weighing.num, weighing.num_vectors
+    parts = []
+    for leaf in part.leaves:
+        struct, sites = table.leaves[leaf], table.of(leaf)
+        x = jnp.zeros((*lead, *struct.shape), struct.dtype)
+        x = widened(gradients(sites, factors, struct)) if sites else x
+        parts.append(x.reshape(*lead, struct.size))
+    dtype = common_dtype(*(x.dtype for x in parts))
+    gradient = jnp.concatenate([x.astype(dtype) for x in parts], axis=-1)
+    second = weighing.seconds(gradient)
+    if part.structure == "diagonal":
+        return jnp.sum(gradient * second, (0, 1))
+    return _gram(gradient[..., None, :], second[..., None, :])[0]
+
+
+def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
+    """The factors of outputs and inputs, from the sums of all examples.
+
+    If a weight has two roles, they give the Kronecker product with the same partial
+    traces as the sum of both.
+    """
+    layout = part.layout
+    if layout is None:
+        (total,) = sums
+        is_diagonal = part.structure == "diagonal"
+        return None, (total if is_diagonal else symmetric(total))[None]
+    pairs = []
+    for start in range(0, len(sums), 4):
+        gram, total, outputs, count = sums[start : start + 4]
+        safe = jnp.where(count == 0, 1, count)
+        inputs = gram / safe.reshape(*safe.shape, *safe.ndim * (gram.ndim - 1) * (1,))
+        if layout.bias is not None:
+            mean = total / safe
+            ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
+            column = mean[:, :, None]
+            inputs = jnp.block([[inputs, column], [jnp.swapaxes(column, 1, 2), ones]])
+        inputs = inputs if part.is_counted else symmetric(inputs)
+        pairs.append((symmetric(outputs), inputs))
+    if len(pairs) == 1:
+        return pairs[0]
+    (second, first), (inputs, outputs) = pairs
+    traces = [
+        jnp.trace(x, axis1=1, axis2=2)[:, None, None]
+        for x in (first, second, inputs, outputs)
+    ]
+    total = traces[0] * traces[1] + traces[2] * traces[3]
+    safe = jnp.where(total == 0, 1, total)
+    return (
+        traces[0] * second + traces[2] * outputs,
+        (traces[1] * first + traces[3] * inputs) / safe,
+    )
+
+
+def moment_sums(
+    table: SiteTable,
+    part: Part,
+    factors: Factors,
+    weighing: Weighing,
+    bases: Sequence[Array | None],
+) -> Inexact[Array, "batch outputs inputs"]:
+    """Second moments of the gradients of examples, along products of eigenvectors."""
+    layout = part.layout
+    assert layout is not None
+    uses = [flat_use(use, factors, layout) for use in uses_of(table, part)]
+    (use, *rest) = uses
+    is_one = not rest and use.d.shape[2] == 1 and use.a is not None
+    if is_one:
+        # The squares of an outer product are products of squares.
+        a, d = rotated(use, layout, bases)
+        squares = jnp.sum(d * weighing.seconds(d), (1, 2))
+        return jnp.einsum("nbi,nbo->boi", a[:, 0] ** 2, squares)
+
+    def moments(uses: list[_Use], weighing: Weighing) -> Array:
+        formed = functools.reduce(
+            jnp.add, (product_in_basis(x, layout, bases) for x in uses)
+        )
+        return jnp.sum(formed * weighing.seconds(formed), 1)
+
+    arrays, treedef = jax.tree.flatten((uses, weighing))
+
+    def of_block(arrays: list, _: int) -> Array:
+        return jnp.sum(moments(*jax.tree.unflatten(treedef, arrays)), 0)
+
+    entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
+    # On a mesh, cutting would gather the same examples from all devices.
+    most = platform().block_bytes // max(entries, 1)
+    size = None if is_on_mesh(use.d) else max(1, most)
+    rows = Rows(arrays, (0,) * len(arrays), use.d.shape[0])
+    return accumulated(of_block, rows, size, Sum())
+
+
+def rotated(
+    use: _Use, layout: Layout, bases: Sequence[Array | None]
+) -> tuple[Array, Array]:
+    """Operand and cotangent in the eigenbases of the factors."""
+    out, into = bases[::-1] if use.is_swapped else bases
+    if use.tokens is not None and into is not None and layout.bias is None:
+        rows = jnp.take(into[0], use.tokens, 0, mode="fill", fill_value=0)
+        a, into = rows[:, :, None], None
+    elif use.tokens is not None:
+        side = layout.outputs if use.is_swapped else layout.inputs
+        a = jax.nn.one_hot(use.tokens, layout.size(side), dtype=use.d.dtype)[:, :, None]
+    else:
+        assert use.a is not None
+        a = use.a
+    if layout.bias is not None:
+        a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
+    if into is not None:
+        a = jnp.einsum("npbi,bij->npbj", a, into.astype(a.dtype))
+    if out is None:
+        return a, use.d
+    return a, jnp.einsum("nvpbo,boq->nvpbq", use.d, out.astype(use.d.dtype))
+
+
+def product_in_basis(
+    use: _Use, layout: Layout, bases: Sequence[Array | None]
+) -> Inexact[Array, "n vectors batch outputs inputs"]:
+    a, d = rotated(use, layout, bases)
+    formed = jnp.einsum("npbi,nvpbo->nvboi", a, d)
+    return jnp.swapaxes(formed, -1, -2) if use.is_swapped else formed

@@ -1,0 +1,289 @@
+"""Estimators are kernel functions that keep factors of examples for all blocks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax.tree_util as jtu
+from jaxtyping import Array, PyTree
+
+from .._base.compile import compiled
+from .._base.mesh import gathered, within_mesh
+from .._base.types import checked
+from .._batch.memory import MemoryBudget, resolve_size
+from .._kernels.batch_kernel import AbstractStored, computed
+from .._kernels.called import AbstractKernelFunction, CalledKernel
+from .._kernels.engine import on_device
+from .._kernels.grid import Sizes, sizes_of
+from .._kernels.kernel import leaves_at, room_of, SHARE
+from .._kernels.sides import (
+    are_stored,
+    examples_of,
+    KEY_REMEDY,
+    Keys,
+    make_sides,
+    SideArguments,
+)
+from .metric import metric_of
+from .pairings import choose_pairing, ModelKernel, pairing_of_all
+from .settings import (
+    AbstractJacobianKernel,
+    AbstractKernelSettings,
+    AbstractMetricKernel,
+    AbstractParameterKernel,
+    check_get,
+)
+from .traced_model import (
+    as_callable,
+    chosen_leaves,
+    ChosenLeaves,
+    Name,
+    partitioned,
+    Request,
+    TracedModel,
+)
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def checked_constructor(cls: _Class) -> _Class:
+    """Checks the arguments of a constructor; converters of fields check their own."""
+    fields = dataclasses.fields(cls)
+    converted = [field.name for field in fields if "converter" in field.metadata]
+    others = [*converted, "model", "init"]
+    cls.__init__ = checked(cls.__init__, KEY_REMEDY, others, always=True)
+    return cls
+
+
+# What is computed of a model, in blocks of at most some sizes, with some bytes of room
+# for factors of examples.
+Task = Callable[[TracedModel, Sizes, int], Any]
+
+
+def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
+    """The kernels of all outputs, with or without all pairs of examples."""
+    kernels: dict[Name, Array] = {}
+    mirror = model.request.mirror
+    for axes in model.axes:
+        if axes.is_empty:
+            nothing = axes.arranged(axes.nothing(model.totals))
+            kernels |= {(kind, axes.index): nothing for kind in model.kinds}
+    for pairs_examples in (True, False):
+        group = [
+            axes
+            for axes in model.axes
+            if axes.pairs_examples == pairs_examples and not axes.is_empty
+        ]
+        if not group:
+            continue
+        pairing, grid = choose_pairing(model, group, sizes), model.grid(sizes)
+        if not pairs_examples:
+            kernels |= pairing.each(grid.sizes[0])
+        elif grid.num(0) * grid.num(1) <= 1:
+            kernels |= pairing.whole(mirror)
+        else:
+            make = lambda _, pairing=pairing: pairing
+            settings = {"symmetric": mirror, "sizes": grid.sizes, "room": room}
+            kernels |= on_device(ModelKernel(make, **settings))
+    return model.assembled(kernels)
+
+
+# The model is an argument of the one compiled function, so that repeated calls with the
+# same shapes are not retraced.
+@compiled
+def _run(
+    make: Callable[[], TracedModel],
+    task: Task,
+    sizes: Sizes | MemoryBudget,
+    room: int,
+) -> Any:
+    make, task = gathered((make, task))
+    with within_mesh((make, task)):
+        return _fitted(make(), task, sizes, room)
+
+
+def _fitted(
+    model: TracedModel, task: Task, sizes: Sizes | MemoryBudget, room: int
+) -> Any:
+    """The result of a task, in the largest blocks that fit into a budget."""
+    if not isinstance(sizes, MemoryBudget):
+        with model.products():
+            return task(model, sizes, room)
+
+    def run_with(size: int, room: int) -> Callable[[tuple], Any]:
+        return lambda operands: _fitted(operands[0], operands[1], (size, size), room)
+
+    # The memory that the kernels leave is for factors of the rows and for blocks.
+    operands = (model, task)
+    structs = eqx.filter_eval_shape(run_with(1, 0), operands)
+    outputs = sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(structs))
+    room = max(sizes.resolve() - outputs, 0) // SHARE
+    run = lambda size: run_with(size, room)
+    size = resolve_size(sizes, max(model.totals), run, operands)
+    return run(size)(operands)
+
+
+def _split(asked: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Which kernels a call asks for, and the arguments of the model."""
+    of_call = lambda get=None, **kwargs: (check_get(get), kwargs)
+    fixed = lambda **kwargs: (asked, kwargs)
+    return (of_call if asked is None else fixed)(*args, **kwargs)
+
+
+class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
+    """An empirical kernel: a kernel function with a model."""
+
+    model: Callable | tuple[Callable, eqx.nn.State]
+    _chosen: ChosenLeaves | None = eqx.field(static=True, init=False, repr=False)
+    # Which kernels, as for `TracedModel`; None if each call says it.
+    _get: eqx.AbstractClassVar[Any]
+
+    def __post_init__(self) -> None:
+        # Once, and not in each call: it looks at all leaves. Later, the model may have
+        # other arrays, but not another structure.
+        model, self._chosen = as_callable(self.model), None
+        if isinstance(self, AbstractParameterKernel):
+            self._chosen = chosen_leaves(model, self.where, self.filter_spec)
+            if isinstance(self, AbstractMetricKernel) and self.metric is not None:
+                parameters, _ = partitioned(model, self._chosen)
+                self.metric = metric_of(self.metric, parameters)
+
+    def __check_init__(self) -> None:
+        if isinstance(self, AbstractStored) and not self.is_plain:
+            self.check_progress()
+            self.check_is_batched()
+
+    @functools.cached_property
+    def _request(self) -> Request:
+        return Request(
+            self._chosen,
+            self.symmetric,
+            self.traces_last,
+            self.in_axes is not None,
+            self.out_axes,
+            self.method if isinstance(self, AbstractJacobianKernel) else "auto",
+            getattr(self, "num_probes", None),
+            getattr(self, "key", None),
+            self.metric if isinstance(self, AbstractMetricKernel) else None,
+        )
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether kernels are returned as a whole, by one program on the device."""
+        return not isinstance(self, AbstractStored) or self.is_plain
+
+    def __call__(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> Any:
+        """The kernel of all examples of `x1` with all of `x2`."""
+        return computed_kernels(self, self._get, (x1, x2, key, kwargs))
+
+    def diagonal(
+        self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
+    ) -> Any:
+        """The kernel of each example of `x1` with the same example of `x2`.
+
+        This is the result of a call with the batch axis among the `diagonal_axes`.
+        """
+        if self.in_axes is None:
+            raise ValueError(
+                "With `in_axes=None`, the axis of the examples is not known. Name it "
+                "in `diagonal_axes`."
+            )
+        get, kwargs = _split(self._get, **kwargs)
+        examples = examples_of(x1, x2, key, kwargs)
+        return in_one_program(self, get, *examples, kernels_of, is_diagonal=True)
+
+    def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
+        is_asymmetric = len(call.sides) == 1 and call.symmetric is None
+        is_whole = self.block_size is not None or self.in_axes is None
+        if not self._is_plain or is_asymmetric or is_whole:
+            return None
+        get, shared = _split(self._get, *call.args, **call.shared)
+        axes_of = {"in_axes": self.in_axes, "kwargs_axes": self.kwargs_axes}
+        sides = [dataclasses.replace(side, **axes_of) for side in call.sides]
+        places = [
+            [(x.batch.names, x.batch.axes) for x in y] for y in (sides, call.sides)
+        ]
+        if places[0] != places[1]:
+            return None
+        model = TracedModel(self._request, self.model, get, sides, shared)
+        if any(axes.is_empty or not axes.pairs_examples for axes in model.axes):
+            return None
+        kernel = _in_blocks(model, call.symmetric, call.sizes, call.room)
+        expected = leaves_at(call.out_axes, jtu.tree_unflatten(*reversed(kernel.out)))
+        is_as_expected = [x.axes for x in expected] == [x.axes for x in kernel.leaves]
+        return kernel if is_as_expected else None
+
+
+# `x1`, `x2`, the key and keyword arguments of a call.
+Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
+
+
+# A call runs functions: to look up a method of a Module makes another Module.
+def computed_kernels(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any:
+    """The kernels of some examples, after they are stored or reduced."""
+    sides, shared = examples_of(*examples)
+    if estimator._is_plain and not are_stored(sides):
+        return in_one_program(estimator, get, sides, shared, kernels_of)
+    sizes = sizes_of(estimator.block_size)
+    parts = estimator, get, sides, shared, sizes, room_of(sizes)
+    make = jtu.Partial(_kernel, *parts)
+    if not isinstance(estimator, AbstractStored):
+        return computed(make, None)
+    settings = estimator.reduce, estimator.store, estimator.progress
+    return computed(make, estimator.row_axis, *settings)
+
+
+def _model(
+    estimator: AbstractEstimator,
+    get: Any,
+    sides: list[SideArguments],
+    shared: dict[str, Any],
+    is_diagonal: bool = False,
+) -> TracedModel:
+    """The model with the examples of a call."""
+    axes = estimator.in_axes, estimator.kwargs_axes
+    request, both = estimator._request, make_sides(sides, *axes)
+    return TracedModel(request, estimator.model, get, both, shared, is_diagonal)
+
+
+def _kernel(
+    estimator: AbstractEstimator, get: Any, sides: list, shared: dict, *sizes: Any
+) -> ModelKernel:
+    model = _model(estimator, get, sides, shared)
+    return _in_blocks(model, estimator._request.mirror, *sizes)
+
+
+def in_one_program(
+    estimator: AbstractEstimator,
+    get: Any,
+    sides: list[SideArguments],
+    shared: dict[str, Any],
+    task: Task,
+    *,
+    is_diagonal: bool = False,
+) -> Any:
+    """What is computed of a model with the examples of a call."""
+    if are_stored(sides):
+        raise ValueError(
+            "This needs all examples in memory: `numpy.asarray(x)`. For a result for "
+            "each one, read some at a time: `over_batches(filter_microbatch("
+            "ntk.diagonal, accumulator=Concat()), batch_size=...)(x)`."
+        )
+    make = jtu.Partial(_model, estimator, get, sides, shared, is_diagonal)
+    if estimator.block_size is None:
+        # There is nothing to keep for other blocks.
+        return _run(make, task, (None, None), 0)
+    sizes = sizes_of(estimator.block_size)
+    return _run(make, task, sizes, room_of(sizes))
+
+
+def _in_blocks(
+    model: TracedModel, symmetric: Any, sizes: Any, room: int
+) -> ModelKernel:
+    make = eqx.Partial(pairing_of_all, model)
+    return ModelKernel(make, symmetric=symmetric, sizes=sizes, room=room)

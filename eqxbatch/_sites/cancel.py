@@ -1,0 +1,445 @@
+"""Norms and inner products of gradients whose terms may nearly cancel.
+
+A gradient may be a sum of terms which nearly cancel: uses of a leaf, or positions.
+Products of pairs of them are much larger than their sum then, and so are their errors.
+Such gradients are formed, a few at a time: the error of a formed gradient is that of
+plain JAX.
+
+Sums of squares of per-example gradients, entry by entry, follow at the end. The squares
+of an outer product are the outer product of the squares of its factors, so that their
+sum over examples is one product more. Gradients of a table are zero but for the rows
+that tokens select. Other gradients are formed, a few at a time.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Real
+
+from .._base.dtypes import (
+    common_power_of_two,
+    exponent_of,
+    largest_of_each,
+    power_of_two,
+    scaled_examples,
+    squared_norm,
+    times_two_to,
+    widened,
+)
+from .._base.mesh import is_on_mesh, vary_as
+from .._base.platforms import platform
+from .._base.structs import vary
+from .._base.trees import safe_zip
+from .._base.versions import varying
+from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
+from .contract import contract
+from .factors import (
+    Factor,
+    Factors,
+    gradients,
+    has_rows,
+    rows_of_tokens,
+    scale_of,
+    site_terms,
+)
+from .gram import gram, OfLeaf, squares
+from .site import axes_of, has_named_axes, is_outer_product, is_sum, Site
+
+
+# How much larger than the squared norm of a gradient the sum of the squares of its
+# terms may be. The error of products of pairs grows with this ratio, that of the
+# gradient with its root.
+MOST_CANCELLED = 64.0
+
+
+def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
+    """Squared norms of gradients with respect to each leaf, from its sites' factors."""
+    norms, separate = norms_unless_cancelled(leaves)
+    if not separate:
+        return norms
+    parts = [leaves[i] for i in separate]
+
+    def norms_of(formed: list[Array]) -> list[Array]:
+        results = []
+        for (_, factors, _), x in safe_zip(parts, formed):
+            unit = factors.unit
+            x = x if unit is None else x / unit.astype(x.real.dtype)
+            results.append(squared_norm(x)[0])
+        return results
+
+    totals = [norms[i] for i in separate]
+    formed = lambda: _for_each_formed(parts, totals[0].shape[0], norms_of)
+    flags = jnp.stack([*separate.values()])
+    chosen = unless_cancelled(flags, _arrays(parts), totals, formed)
+    for i, norm in safe_zip(separate, chosen):
+        norms[i] = norm
+    return norms
+
+
+def norms_unless_cancelled(
+    leaves: Sequence[OfLeaf],
+) -> tuple[list[Real[Array, " n"]], dict[int, Bool[Array, ""]]]:
+    """Squared norms of gradients with respect to each leaf.
+
+    Also returns for each leaf whose terms may cancel whether they nearly do: the norm
+    is not exact then.
+    """
+    norms, separate = [], {}
+    for i, uses in enumerate(leaves):
+        if has_rows(uses.sites):
+            (site,) = uses.sites
+            _, rows = rows_of_tokens(site, uses.factors)
+            norms.append(squared_norm(rows))
+            continue
+        total, apart = squares(uses)
+        norms.append(total)
+        if not is_outer_product(uses.sites):
+            separate[i] = jnp.any(apart > MOST_CANCELLED * total)
+    return norms, separate
+
+
+def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
+    """For each example, whether terms of the gradient of all leaves nearly cancel.
+
+    Returns None if this cannot be. The gradient of a single leaf may be zero, as that
+    of a bias of attention keys.
+    """
+    summed = [uses for uses in leaves if is_sum(uses.sites)]
+    if not summed:
+        return None
+    summed = _in_range(summed)
+    pairs = safe_zip(*map(squares, summed))
+    total, apart = (functools.reduce(jnp.add, x) for x in pairs)
+    flags = apart > MOST_CANCELLED * total
+    cancelled = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
+    if any(factors.has_examples(sites) for sites, factors, _ in summed):
+        return Factor(cancelled)
+    return Factor(cancelled[0], has_examples=False)
+
+
+def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
+    """The same leaves, with all gradients divided by one number: squares fit then.
+
+    Only cotangents can be that small or large: second derivatives and kernels have
+    squares of operands, too.
+    """
+    factors = [x.factors.of(site)[1] for x in leaves for site in x.sites]
+    largest = [jnp.max(largest_of_each(x.array), initial=0) for x in factors]
+    power = common_power_of_two(largest)
+
+    def scaled(x: Factor) -> Factor:
+        wide = widened(x.array)
+        return x.of(wide * (1 / power).astype(wide.dtype))
+
+    replaced = []
+    for sites, factors, leaf in leaves:
+        used = {site.perturbation for site in sites}
+        cotangents = [
+            scaled(x) if i in used else x for i, x in enumerate(factors.cotangents)
+        ]
+        replaced.append(
+            OfLeaf(sites, factors.replaced(factors.operands, cotangents), leaf)
+        )
+    return replaced
+
+
+def grams(
+    leaves: Sequence[tuple[OfLeaf, OfLeaf]],
+    cancelled: Sequence[Factor | None],
+    examples: Axes,
+    out: Axes,
+    sizes: dict[Axis, int],
+) -> list[Array]:
+    """The inner products of gradients with respect to each leaf, for two sides.
+
+    - `cancelled`: the results of `cancels`.
+    - `examples`: the axes of the examples of both sides, which may be the same.
+    - `out`: the axes of the result, which have these `sizes`.
+    """
+    kernels, summed = [], []
+    shape = [sizes[axis] for axis in out]
+    for i, (uses, other) in enumerate(leaves):
+        kernels.append(gram(uses, other, examples[-1], out))
+        if is_sum(uses.sites) or is_sum(other.sites):
+            kernels[-1] = jnp.broadcast_to(kernels[-1], shape)
+            summed.append(i)
+    if not summed:
+        return kernels
+    sides = [*safe_zip(*(leaves[i] for i in summed))]
+    nums = [sizes[axis] for axis in examples]
+    places = [out.index(axis) for axis in examples]
+
+    def products(first: list[Array], second: list[Array]) -> list[Array]:
+        result = []
+        for uses, other, x, y in safe_zip(*sides, first, second):
+            formed = uses.perturbed_itself(Factor(x)), other.perturbed_itself(Factor(y))
+            one = gram(*formed, examples[-1], out)
+            full = [1 if axis in examples else sizes[axis] for axis in out]
+            result.append(jnp.squeeze(jnp.broadcast_to(one, full), places))
+        return result
+
+    def formed() -> list[Array]:
+        num = len(summed)
+        if len(examples) == 1:
+            pair = lambda formed: products(formed[:num], formed[num:])
+            stacked = _for_each_formed([*sides[0], *sides[1]], nums[0], pair)
+        else:
+            row = lambda first: _for_each_formed(
+                sides[1], nums[1], lambda second: products(first, second)
+            )
+            stacked = _for_each_formed(sides[0], nums[0], row)
+        return [jnp.moveaxis(x, [*range(len(places))], places) for x in stacked]
+
+    both = [*sides[0], *sides[1]]
+    flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
+    totals = [kernels[i] for i in summed]
+    chosen = unless_cancelled(flags, _arrays(both), totals, formed)
+    for i, x in safe_zip(summed, chosen):
+        kernels[i] = x
+    return kernels
+
+
+def _arrays(leaves: Sequence[OfLeaf]) -> list[Array]:
+    factors = [[*x.factors.operands, *x.factors.cotangents] for x in leaves]
+    return [x.array for arrays in factors for x in arrays if x.array is not None]
+
+
+def unless_cancelled(
+    flags: Bool[Array, " _"],
+    arrays: list[Array],
+    totals: list[Array],
+    formed: Callable[[], list[Array]],
+) -> list[Array]:
+    """The totals, or what `formed` returns from some arrays if any flag is set.
+
+    One branch decides for all, because the host of a GPU may wait for each.
+    """
+    totals = vary_as(arrays, totals)
+
+    def other() -> list[Array]:
+        return [
+            vary(x.astype(y.dtype), varying(jax.typeof(y)))
+            for x, y in safe_zip(formed(), totals)
+        ]
+
+    return lax.cond(is_any(lax.stop_gradient(flags)), other, lambda: totals)
+
+
+@jax.custom_batching.custom_vmap
+def is_any(x: Bool[Array, "..."]) -> Bool[Array, ""]:
+    """Whether there is a True; under `jax.vmap`, whether there is one in the batch.
+
+    A branch that differs between the entries of a batch would always run.
+    """
+    return jnp.any(x)
+
+
+@is_any.def_vmap
+def _any_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    return is_any(x), False
+
+
+def _for_each_formed(
+    leaves: Sequence[OfLeaf], num: int, fun: Callable[[list[Array]], list[Array]]
+) -> list[Array]:
+    """`fun` of the gradients of each example, which are formed a few at a time.
+
+    It takes one gradient with an axis of size 1 in front for each leaf.
+    """
+    form, arrays, size = formed_gradients(leaves, num)
+    one = lambda args: fun(form(args[1]))
+    # There may be no arrays that differ between examples.
+    args = jnp.arange(num), arrays
+    return jax.vmap(one)(args) if size == num else lax.map(one, args, batch_size=size)
+
+
+def formed_gradients(
+    leaves: Sequence[OfLeaf], num: int
+) -> tuple[Callable[[list], list[Array]], list, int]:
+    """How to form the gradients of one example.
+
+    Returns a function that takes the arrays of an example, and returns one gradient
+    with an axis of size 1 in front for each leaf; the arrays of all examples; and a
+    number of examples that divides `num`, whose gradients are formed at once.
+    """
+    parts = [x.with_own_factors() for x in leaves]
+    every = [[*x.factors.operands, *x.factors.cotangents] for x in parts]
+
+    def gradient(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:
+        sites, factors, leaf = of_leaf
+        arrays = [*arrays]
+        of_one = [x.of(arrays.pop(0)[None]) if x.has_examples else x for x in kept]
+        num = len(factors.operands)
+        operands, cotangents = of_one[:num], of_one[num:]
+        outputs, values = factors.outputs, factors.values
+        parts = Factors(operands, cotangents, outputs, values=values)
+        formed = gradients(sites, parts, leaf)
+        return formed if parts.has_examples(sites) else formed[None]
+
+    arrays = [[x.array for x in kept if x.has_examples] for kept in every]
+    form = lambda arrays: [*map(gradient, parts, every, arrays)]
+    if any(map(is_on_mesh, jax.tree.leaves(arrays))):
+        return form, arrays, num  # A loop would gather examples on all devices.
+    formed = sum(_bytes_of_gradient(*x) for x in parts)
+    size = platform().block_bytes // max(4 * formed, 1)
+    # Without a remainder, which would be compiled separately.
+    size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
+    return form, arrays, size
+
+
+def _bytes_of_gradient(sites: Sequence[Site], factors: Factors, leaf: Any) -> int:
+    _, d = factors.of(sites[0])
+    outputs = d.array.shape[d.has_examples :][: len(factors.outputs)]
+    return math.prod([*outputs, *leaf.shape]) * leaf.dtype.itemsize
+
+
+# A sum of fewer squares may be close to the square of their mean by chance.
+_FEWEST = 16
+
+
+# Factors of up to `2**_SPARE` times a mean gradient are squared without underflow.
+_SPARE = 40
+
+
+def has_products_of_squares(sites: Sequence[Site]) -> bool:
+    """Whether squares of the gradients are products of smaller squares of factors."""
+    if len(sites) != 1 or not is_outer_product(sites):
+        return False
+    (site,) = sites
+    size = lambda axes: math.prod(site.sizes[name] for name in axes)
+    entries = math.prod(site.view.type_of_leaf.shape)
+    is_smaller = size(site.a_axes) + size(site.d_axes) < entries
+    return is_smaller and has_named_axes(site) and not site.takes_real_part
+
+
+def squared_distances(
+    leaves: Sequence[OfLeaf], means: Sequence[Array], weights: Real[Array, " n"]
+) -> list[Real[Array, "..."]]:
+    """The weighted sums over examples of `abs(gradient - mean) ** 2`, entry by entry.
+
+    `means` are the weighted means. No sum loses more digits than the square of the
+    mean has more than one in `MOST_CANCELLED` distances: other gradients are formed.
+    """
+    num = weights.shape[0]
+    results = [jnp.zeros(x.shape, x.real.dtype) for x in means]
+    chosen, others = [], []
+    for i, x in enumerate(leaves):
+        if has_rows(x.sites):
+            results[i] = _distances_of_rows(x, means[i], weights)
+        elif x.sites:
+            is_product = num >= _FEWEST and has_products_of_squares(x.sites)
+            (chosen if is_product else others).append(i)
+
+    def formed(which: Sequence[int]) -> list[Array]:
+        return _formed_distances(
+            [leaves[i] for i in which], [means[i] for i in which], weights
+        )
+
+    for i, x in safe_zip(others, formed(others)):
+        results[i] = x
+    if not chosen:
+        return results
+    distances, flags = [], []
+    for i in chosen:
+        square, is_in_range = squared_sum(leaves[i], weights)
+        mean = means[i]
+        distance = square - jnp.sum(weights) * (mean * jnp.conj(mean)).real
+        is_exact = (square <= MOST_CANCELLED * distance) | (square == 0)
+        flags.append(~(jnp.all(is_exact) & is_in_range))
+        distances.append(distance)
+    arrays = [*means, weights]
+    totals = unless_cancelled(
+        jnp.stack(flags), arrays, distances, lambda: formed(chosen)
+    )
+    for i, x in safe_zip(chosen, totals):
+        results[i] = x
+    return results
+
+
+def squared_sum(
+    uses: OfLeaf, weights: Real[Array, " n"]
+) -> tuple[Real[Array, "..."], Bool[Array, ""]]:
+    """The sum of squared outer products, and whether all of their entries are in range.
+
+    Factors are scaled first: the square of one may be out of range where that of the
+    product is not.
+    """
+    (site,), factors, leaf = uses
+    terms = site_terms(site, factors)
+    spare = _SPARE // len(terms)
+    exponents, squares = jnp.zeros(weights.shape, "int32"), []
+    is_zero = weights == 0
+    for x, axes in terms:
+        if EXAMPLE in axes:
+            assert axes[0] == EXAMPLE
+            largest = largest_of_each(x)
+        else:
+            largest = jnp.max(jnp.abs(x), initial=0)[None]
+        power = power_of_two(largest)
+        is_zero = is_zero | (largest == 0)
+        exponents = exponents + exponent_of(power)
+        inverse = 2.0**spare / power
+        x = scaled_examples(x, inverse) if EXAMPLE in axes else x * inverse[0]
+        squares.append(Named((x * jnp.conj(x)).real, axes))
+    top = jnp.max(jnp.where(is_zero, -(2**20), exponents))
+    shares = times_two_to(weights, 2 * jnp.where(is_zero, -(2**10), exponents - top))
+    squares.append(Named(shares.astype(squares[0].array.dtype), (EXAMPLE,)))
+    # An axis of size 1 may be missing from all terms; the reshape restores it.
+    of_leaf = tuple(sorted(x for x in axes_in(terms) if x.role is Role.LEAF))
+    total = contract(squares, of_leaf).reshape(leaf.shape)
+    total = total * (2.0 ** (-2 * spare * len(terms)) * abs(scale_of(site)) ** 2)
+    exponent = jnp.broadcast_to(2 * top, total.shape)
+    return times_two_to(total, exponent), top <= _SPARE // 2
+
+
+def _distances_of_rows(
+    uses: OfLeaf, mean: Array, weights: Real[Array, " n"]
+) -> Real[Array, "..."]:
+    """The sum of squared distances, if `has_rows`.
+
+    The rows of an example that no token selects are as far from the mean as zero is.
+    """
+    (site,), factors, _ = uses
+    tokens, rows = rows_of_tokens(site, factors)
+    axis = axes_of(site, 0)[str(site.rule.token)].number
+    moved = jnp.moveaxis(mean, axis, 0)
+    mean = moved.reshape(moved.shape[0], -1)
+    square = lambda x: (x * jnp.conj(x)).real
+    shares = jnp.broadcast_to(weights[:, None], tokens.shape).astype(mean.real.dtype)
+    apart = jnp.full(len(mean), jnp.sum(weights), shares.dtype)
+    apart = apart.at[tokens].add(-shares, mode="drop")
+    total = apart[:, None] * square(mean)
+    distances = square(rows - mean.at[tokens].get(mode="clip"))
+    total = total.at[tokens].add(shares[..., None] * distances, mode="drop")
+    return jnp.moveaxis(total.reshape(moved.shape), 0, axis)
+
+
+def _formed_distances(
+    leaves: Sequence[OfLeaf], means: Sequence[Array], weights: Real[Array, " n"]
+) -> list[Array]:
+    if not leaves:
+        return []
+    num = weights.shape[0]
+    form, arrays, size = formed_gradients(leaves, num)
+
+    def add(totals: list[Array], block: tuple[Array, list]) -> tuple[list[Array], None]:
+        weights, arrays = block
+        results = []
+        for total, mean, x in safe_zip(totals, means, jax.vmap(form)(arrays)):
+            distance = widened(x[:, 0]) - mean[None]
+            square = (distance * jnp.conj(distance)).real
+            shares = jnp.expand_dims(weights.astype(total.dtype), range(1, square.ndim))
+            results.append(total + jnp.sum(shares * square, axis=0))
+        return results, None
+
+    zeros = [jnp.zeros(x.shape, x.real.dtype) for x in means]
+    zeros = vary_as([weights, *means, *jax.tree.leaves(arrays)], zeros)
+    cut = lambda x: x.reshape(num // size, size, *x.shape[1:])
+    if size == num:
+        return add(zeros, (weights, arrays))[0]
+    return lax.scan(add, zeros, jax.tree.map(cut, (weights, arrays)))[0]

@@ -1,0 +1,175 @@
+"""Contractions of arrays with named axes.
+
+Terms are contracted two at a time, in the order that is the cheapest.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import opt_einsum
+from jaxtyping import Array
+
+from .._base.dtypes import is_inexact
+from .._base.trees import safe_zip
+from .axes import Axes, axes_in, Axis, Named, SHARED
+
+
+def contract(terms: Sequence[Named], out: Axes) -> Array:
+    """The sum of the product of the terms over all axes that are not in `out`."""
+    terms = _summed(terms, out)
+    of_terms = tuple(axes for _, axes in terms)
+    path, _ = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
+    # The first of two terms stays the first, so that the compiler recognises equal
+    # products.
+    items = [*enumerate(terms)]
+    for step in path:
+        chosen = sorted((items[i] for i in step), key=lambda item: item[0])
+        items = [item for i, item in enumerate(items) if i not in step]
+        needed = {*out, *axes_in(term for _, term in items)}
+        wanted = None if items else out
+        product = _product([term for _, term in chosen], needed, wanted)
+        items.append((chosen[0][0], product))
+    ((_, product),) = items
+    return product.array
+
+
+def _product(terms: list[Named], needed: set[Axis], wanted: Axes | None) -> Named:
+    """The product of one or two terms, summed over axes that are no longer needed.
+
+    Its axes are in the order of `wanted`, or in any order.
+    """
+    (x, axes), *rest = terms
+    others: Axes = rest[0][1] if rest else ()
+    if rest and needed.issuperset({*axes, *others}):
+        # Nothing is summed over. The axes of the larger term are kept.
+        (y, _) = rest[0]
+        if wanted is None:
+            first, second = (axes, others) if x.size >= y.size else (others, axes)
+            wanted = (*first, *(axis for axis in second if axis not in first))
+        product = aligned(x, axes, wanted) * aligned(y, others, wanted)
+        return Named(product, wanted)
+    if wanted is None:
+        wanted = (
+            *(axis for axis in axes if axis in others and axis in needed),
+            *(axis for axis in axes if axis not in others and axis in needed),
+            *(axis for axis in others if axis not in axes and axis in needed),
+        )
+    sizes = _sizes((axes, x.shape) for x, axes in terms)
+    terms, out = _fused(terms, wanted)
+    expression = _expression([axes for _, axes in terms], out)
+    product = jnp.einsum(expression, *(x for x, _ in terms))
+    return Named(product.reshape([sizes[axis] for axis in wanted]), wanted)
+
+
+def aligned(x: Array, axes: Axes, wanted: Axes) -> Array:
+    """`x` with all `wanted` axes, of size 1 for missing ones."""
+    order = sorted(range(len(axes)), key=lambda number: wanted.index(axes[number]))
+    missing = [number for number, axis in enumerate(wanted) if axis not in axes]
+    return jnp.expand_dims(jnp.transpose(x, order), missing)
+
+
+def _expression(terms: Sequence[Axes], out: Axes) -> str:
+    symbols: dict[Axis, str] = {}
+    parts = [
+        "".join(
+            symbols.setdefault(axis, opt_einsum.get_symbol(len(symbols)))
+            for axis in term
+        )
+        for term in terms
+    ]
+    return ",".join(parts) + "->" + "".join(symbols[axis] for axis in out)
+
+
+def contract_cost(terms: Sequence[Named], out: Axes) -> tuple[float, float]:
+    """The FLOPs of `contract`, and the size of its largest intermediate array."""
+    flops = float(sum(x.size for x, _ in terms))
+    terms = _summed(terms, out)
+    of_terms = tuple(axes for _, axes in terms)
+    _, info = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
+    if info is None:
+        return flops, 0.0
+    return flops + float(info.opt_cost), float(info.largest_intermediate)
+
+
+def _sizes(shapes: Iterable[tuple[Axes, tuple[int, ...]]]) -> dict[Axis, int]:
+    return {x: size for axes, shape in shapes for x, size in safe_zip(axes, shape)}
+
+
+def _fused(terms: Sequence[Named], out: Axes) -> tuple[list[Named], Axes]:
+    """Equal terms with fewer axes: drops those of size 1 and merges neighbours.
+
+    A matrix product runs faster than the same product over many axes.
+    """
+    sizes = _sizes((axes, x.shape) for x, axes in terms)
+    lists = [
+        [axis for axis in axes if sizes[axis] != 1]
+        for axes in (*(axes for _, axes in terms), out)
+    ]
+    for axis in sizes:
+        while True:
+            # Wherever one of the two appears, they must be adjacent.
+            following = {
+                names[names.index(axis) + 1] if names[-1] != axis else None
+                for names in lists
+                if axis in names
+            }
+            other = following.pop() if len(following) == 1 else None
+            if other is None or other == axis:
+                break
+            if any(axis not in names for names in lists if other in names):
+                break
+            if any(names.count(x) > 1 for names in lists for x in (axis, other)):
+                break
+            for names in lists:
+                if other in names:
+                    names.remove(other)
+            sizes[axis] *= sizes[other]
+    fused = [
+        Named(x.reshape([sizes[axis] for axis in names]), tuple(names))
+        for (x, _), names in safe_zip(terms, lists[:-1])
+    ]
+    return fused, tuple(lists[-1])
+
+
+def _summed(terms: Sequence[Named], out: Axes) -> list[Named]:
+    """The terms, each summed over the axes that only it has."""
+    counts = collections.Counter(axis for _, axes in terms for axis in axes)
+    summed = []
+    for x, axes in terms:
+        alone = [i for i, n in enumerate(axes) if counts[n] == 1 and n not in out]
+        kept = tuple(axis for i, axis in enumerate(axes) if i not in alone)
+        # A sum over no axes is an equation, too, and widens integers.
+        is_sum = alone or not is_inexact(x)
+        summed.append(Named(jnp.sum(x, axis=tuple(alone)) if is_sum else x, kept))
+    return summed
+
+
+@functools.lru_cache(maxsize=4096)
+def _optimal_path(
+    axes: tuple[Axes, ...], shapes: tuple[tuple[int, ...], ...], out: Axes
+) -> tuple[Any, Any]:
+    if any(0 in shape for shape in shapes):
+        # One after the other.
+        return [(0,), *[(0, 1)] * (len(axes) - 1)][len(axes) > 1 :], None
+    expression = _expression(axes, out)
+    # No intermediate may be larger than the existing arrays, or else than the smaller
+    # of a Gram matrix and a gradient.
+    sizes = _sizes(safe_zip(axes, shapes))
+    everywhere = set.intersection(*map(set, axes))
+    of_leaf = {x for x in sizes if x.is_of_leaf and x.side == SHARED}
+    num = lambda axes: math.prod(sizes[axis] for axis in axes)
+    gram = num((set(sizes) - of_leaf) | everywhere)
+    gradient = num(of_leaf | set(out))
+    limit = max(min(gram, gradient), *map(math.prod, shapes))
+    find = functools.partial(
+        opt_einsum.contract_path, expression, *shapes, shapes=True, optimize="optimal"
+    )
+    path, info = find(memory_limit=limit)
+    if any(len(step) > 2 for step in path):
+        # No pair of terms has a small enough product.
+        path, info = find()
+    return path, info

@@ -1,0 +1,285 @@
+"""The `Plan` of a program says which equations have sites, and runs them."""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._base.jaxprs import (
+    as_called,
+    as_remat,
+    evaluate_with,
+    run_equation,
+)
+from .._base.mesh import zeros_like
+from .._base.primitives import (
+    is_remat,
+    SUMS,
+)
+from .._base.structs import full_varying_as
+from .._base.trees import safe_zip
+from .._base.versions import scan_sizes
+from .site import Rule, Site
+from .values import Node
+from .views import extend_view, MOVES, View
+
+
+_Struct = jax.ShapeDtypeStruct
+
+
+# Outputs, operands and, without perturbations, the values to perturb.
+Run = tuple[list, list, list]
+
+
+# Runs an equation with sites for some inputs, and with perturbations if there are any.
+Step = Callable[[list, list | None], Run]
+
+
+def perturbed(
+    eqn: Any,
+    operands: list[Callable[[list], Array]],
+    ins: list,
+    perturbations: list | None,
+) -> Run:
+    """Runs an equation with sites, whose `operands` are functions of its inputs."""
+    # A constant may be a NumPy array.
+    values = [jnp.asarray(operand(ins)) for operand in operands]
+    out = eqn.primitive.bind(*ins, **eqn.params)
+    if perturbations is None:
+        return [out], values, [out]
+    return [out + perturbations[0]], values, []
+
+
+def run_call(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+    """Runs an equation that calls a jaxpr with sites in it."""
+    run = lambda *args: plan.run([*args[:-1]], args[-1])
+    run = as_remat(eqn, run, 1) if is_remat(eqn) else as_called(eqn, run)
+    return run(*ins, perturbations)
+
+
+def run_scan(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+    """Runs a `scan` with sites in its body."""
+    params = eqn.params
+    num_consts, num_carry = scan_sizes(eqn)
+    consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
+
+    def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
+        xs, perturbations = slices
+        outs, *rest = plan.run([*consts, *carry, *xs], perturbations)
+        return outs[:num_carry], (outs[num_carry:], *rest)
+
+    carry, (ys, operands, values) = lax.scan(
+        body,
+        carry,
+        (ins[num_consts + num_carry :], perturbations),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys], operands, values
+
+
+def run_cond(plans: list["Plan"], ins: list, perturbations: list | None) -> Run:
+    """Runs a `cond` with sites in its branches, which have separate perturbations."""
+    index, *args = ins
+    nums = [len(plan.perturbations) for plan in plans]
+    starts = [0, *itertools.accumulate(nums)]
+
+    def branch(number: int) -> Callable[[list, list | None], Run]:
+        part = slice(starts[number], starts[number + 1])
+        return lambda args, perturbations: plans[number].run(
+            args, None if perturbations is None else perturbations[part]
+        )
+
+    runs = [branch(number) for number, _ in enumerate(nums)]
+    structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
+
+    def with_zeros(number: int) -> Callable[[list, list | None], Run]:
+        """A branch that returns zeros for the operands of the others."""
+
+        def run(args: list, perturbations: list | None) -> Run:
+            outs, *rest = runs[number](args, perturbations)
+            every = [
+                rest if i == number else jax.tree.map(zeros_like, [*skipped])
+                for i, skipped in enumerate(structs)
+            ]
+            operands, values = safe_zip(*every)
+            chain = itertools.chain.from_iterable
+            return outs, [*chain(operands)], [*chain(values)]
+
+        return run
+
+    branches = [with_zeros(number) for number, _ in enumerate(runs)]
+    return lax.switch(index, branches, args, perturbations)
+
+
+@dataclasses.dataclass(frozen=True)
+class CustomDerivative:
+    """An equation with a custom derivative that contains sites.
+
+    - `plan`: that of the derivative, which is linear in tangents.
+    - `numbers`: the inputs of the equation that the derivative takes first.
+    - `tangents`: the types of the tangents, which it takes next.
+    - `outs`: the outputs of the equation that are used.
+    - `live`: the outputs whose tangents it returns.
+    """
+
+    jaxpr: Any
+    eqn: Any
+    plan: "Plan"
+    numbers: list[int]
+    tangents: list[Any]
+    outs: list[int]
+    live: list[int]
+
+    def __call__(self, ins: list, perturbations: list | None) -> Run:
+        """Runs the equation unchanged; perturbations only enter its derivative.
+
+        They only matter for derivatives with respect to them: they are zero, and so is
+        their contribution, even if a derivative is infinite.
+        """
+        known = [self.plan.consts, [ins[i] for i in self.numbers]]
+
+        def run(known: list, perturbations: list | None) -> Run:
+            consts, args = known
+            zeros = [full_varying_as(aval, 0) for aval in self.tangents]
+            return self.plan.run([*args, *zeros], perturbations, consts)
+
+        @jax.custom_jvp
+        def perturbed_by(outs: list, known: list, perturbations: list) -> list:
+            return outs
+
+        @perturbed_by.defjvp
+        def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
+            outs, known, _ = primals
+            moved, _, perturbations = tangents
+            added = run(known, perturbations)[0]
+            return outs, [x + y for x, y in safe_zip(moved, added)]
+
+        every: list = [None for _ in self.eqn.outvars]
+        outs = [self.eqn.outvars[i] for i in self.outs]
+        used = run_equation(self.jaxpr, self.eqn, outs)(*ins)
+        for i, out in safe_zip(self.outs, used):
+            every[i] = out
+        _, operands, values = run(known, None)
+        if perturbations is not None:
+            live = perturbed_by([every[i] for i in self.live], known, perturbations)
+            for i, out in safe_zip(self.live, live):
+                every[i] = out
+        return every, operands, values
+
+
+class Plan:
+    """The plan of a jaxpr, built by going through its equations.
+
+    - `steps`: how to run the equations with sites, and their numbers of perturbations.
+    - `outs`: the outputs that are the same for all examples.
+    """
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]) -> None:
+        self.jaxpr, self.consts = jaxpr, list(consts)
+        self.steps: dict[int, tuple[Step, int]] = {}
+        self.sites: list[Site] = []
+        self.perturbations: list[_Struct] = []
+        self.operands: list[_Struct] = []
+        self.outs: list[Node | None] = []
+        # Values that have a perturbation and are used only once, as views of it.
+        self.perturbed_by: dict[Any, View] = {}
+
+    def run(
+        self, args: list, perturbations: list | None, consts: list | None = None
+    ) -> Run:
+        """Evaluates the jaxpr with perturbations added to the outputs of its sites."""
+        operands: list = []
+        perturbed: list = []
+        remaining = iter(perturbations or ())
+
+        def replace(index: int, eqn: Any) -> Callable[[list], list] | None:
+            if index not in self.steps:
+                return None
+            step, num = self.steps[index]
+
+            def run(ins: list) -> list:
+                part = None
+                if perturbations is not None:
+                    part = [*itertools.islice(remaining, num)]
+                outs, *rest = step(ins, part)
+                operands.extend(rest[0])
+                perturbed.extend(rest[1])
+                return outs
+
+            return run
+
+        consts = self.consts if consts is None else consts
+        outs = evaluate_with(self.jaxpr, consts, args, replace)
+        return outs, operands, perturbed
+
+    def follow(self, eqn: Any, uses: collections.Counter) -> None:
+        """Follows a perturbed value through an equation that moves its axes.
+
+        A value that is used more than once has more than one cotangent.
+        """
+        for atom in eqn.invars:
+            before = self._perturbed(atom)
+            if before is None or eqn.primitive.name not in MOVES:
+                continue
+            for moved in extend_view(before, eqn, 0) or ():
+                if moved and moved.axes is not None and moved.is_isometry:
+                    self.perturbed_by[eqn.outvars[0]] = moved
+        for var in eqn.outvars:
+            if uses[var] != 1:
+                self.perturbed_by.pop(var, None)
+
+    def follow_out(self, inner: "Plan", outs: list) -> None:
+        """Follows a perturbed value out of a call that is about to be included."""
+        for var, out in safe_zip(inner.jaxpr.outvars, outs):
+            before = inner._perturbed(var)
+            if before is not None:
+                number = before.leaf + len(self.perturbations)
+                self.perturbed_by[out] = dataclasses.replace(before, leaf=number)
+
+    def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> View | None:
+        """The summand of a parameter, if it is perturbed and as large as the sum."""
+        name = eqn.primitive.name
+        if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
+            return None
+        (position,) = rules
+        other, out = eqn.invars[1 - position], eqn.outvars[0]
+        return self._perturbed(other) if other.aval.shape == out.aval.shape else None
+
+    def _perturbed(self, atom: Any) -> View | None:
+        return None if isinstance(atom, jex.Literal) else self.perturbed_by.get(atom)
+
+    def include(
+        self,
+        index: int,
+        step: Step,
+        plans: Sequence["Plan"],
+        steps: tuple[int, ...] = (),
+    ) -> None:
+        """Includes the plans of a call, or of `steps` of a loop, if it has sites."""
+        if not any(plan.steps for plan in plans):
+            return
+        self.steps[index] = step, sum(len(plan.perturbations) for plan in plans)
+        stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
+        for plan in plans:
+            for site in plan.sites:
+                of_site = site.operand, site.which
+                operand, which = (
+                    None if x is None else x + len(self.operands) for x in of_site
+                )
+                number = site.perturbation + len(self.perturbations)
+                self.sites.append(
+                    dataclasses.replace(
+                        site, perturbation=number, operand=operand, which=which
+                    )
+                )
+            self.perturbations += map(stacked, plan.perturbations)
+            self.operands += map(stacked, plan.operands)

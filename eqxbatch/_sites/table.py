@@ -1,0 +1,81 @@
+"""What contractions need to know of a program: its leaves, and where they enter."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from .._base.structs import varying
+from .site import leaf_site, Site
+from .values import Node
+
+
+_Struct = jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(eq=False)
+class SiteTable:
+    """Leaves and their sites.
+
+    - `leaves`: the leaves, of which only types matter.
+    - `sites`: all sites; every leaf that is used has at least one.
+    - `perturbations`, `operands`: the types of cotangents and operands for one example,
+        by the numbers that sites have for theirs.
+    - `nodes`: the values that views of sites read, by index.
+    - `fallbacks`: the leaves that no rule covers, by index, with reasons. Their only
+        site is the leaf itself.
+    """
+
+    leaves: Sequence[Any]
+    sites: list[Site]
+    perturbations: list[_Struct]
+    operands: list[_Struct]
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    fallbacks: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        found = lambda leaf: self.fallbacks.get(leaf) or self.of(leaf) or "not used"
+        lines = (f"leaf {i} {x.shape}: {found(i)}" for i, x in enumerate(self.leaves))
+        return "\n".join(lines)
+
+    @functools.cached_property
+    def _by_leaf(self) -> dict[int, list[Site]]:
+        sites: dict[int, list[Site]] = collections.defaultdict(list)
+        for site in self.sites:
+            sites[site.leaf].append(site)
+        return sites
+
+    def of(self, leaf: int) -> list[Site]:
+        """The sites of a leaf."""
+        return self._by_leaf.get(leaf, [])
+
+    def family(self, leaf: int) -> Hashable:
+        """A key that is equal for leaves whose sites are equal functions."""
+        struct = self.leaves[leaf]
+        key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
+        key.append(leaf in self.fallbacks)
+        for site in self.of(leaf):
+            view, rule, operand = site.view, site.rule, site.operand
+            structs = [self.perturbations[site.perturbation]]
+            if operand is not None:
+                structs.append(self.operands[operand])
+            key += [view.key, view.loops, rule.kind, rule.key, site.loops]
+            key += [(struct.shape, struct.dtype) for struct in structs]
+            key += [site.is_complex, site.is_coupled, site.is_reverse]
+            if site.source is not None or view.reads:
+                key.append(leaf)
+        return tuple(key)
+
+    def with_jacobians(self, leaves: Iterable[int]) -> "SiteTable":
+        """Jacobians in place of the sites of some leaves, after the cotangents."""
+        leaves = [*leaves]
+        sites = [site for site in self.sites if site.leaf not in leaves]
+        perturbations = [*self.perturbations]
+        for leaf in leaves:
+            x = self.leaves[leaf]
+            sites.append(leaf_site(leaf, x, len(perturbations)))
+            perturbations.append(_Struct(x.shape, x.dtype))
+        return dataclasses.replace(self, sites=sites, perturbations=perturbations)
