@@ -22,7 +22,7 @@ import jax.numpy as jnp
 #
 # `call`: runs a program, and has its derivative. `remat`: likewise, but computes the
 # program again for the derivative. `expand`: likewise, but has to be asked for its
-# program, or this module writes it. `custom`: has a derivative of its own. `identity`:
+# program, or `jaxprs.py` has it. `custom`: has a derivative of its own. `identity`:
 # each output is the input in the same place.
 # `flat`: has a derivative of zero wherever it exists. `entries`: each entry of the
 # outputs depends on the same entry of the inputs only. `linear`: in all inputs

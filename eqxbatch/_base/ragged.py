@@ -1,10 +1,10 @@
 """Programs whose products with the weights of experts can be mapped.
 
 In `jax.lax.ragged_dot`, consecutive rows of the left side meet the matrix of one of
-several groups. `jax.vmap` maps it only if all of its inputs are mapped,
-and so not over examples that share weights. In its place, programs here have a product
-of their own. It is a primitive so that rules find it. Anything else, such as its
-derivative, is that of a masked product, as which JAX runs it on CPUs, too.
+several groups. `jax.vmap` maps it only if all of its inputs are mapped, and so not over
+examples that share weights. In its place, programs here have a product of their own. It
+is a primitive so that rules find it. Anything else, such as its derivative, is that of
+a masked product, as which JAX runs it on CPUs, too.
 """
 
 import functools

@@ -177,7 +177,7 @@ class Program:
             operands,
             cotangents,
             directions.axes,
-            rows[0].shape[axes[0]],
+            outs[0].shape[0],
             self.values(),
             outs=outs,
             curve=curve,

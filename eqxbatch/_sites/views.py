@@ -97,7 +97,7 @@ class View:
 
     def __repr__(self) -> str:
         steps = [key.split("[")[0].split("(")[0] for key in self.key]
-        scale = "" if self.scale == 1 else f" times {self.scale:g}"
+        scale = "" if self.scale == 1 else f" scaled by {self.scale:g}"
         return " > ".join([f"leaf {self.leaf}", *steps]) + f" {self.shape}{scale}"
 
     @property
