@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .checks import warn_of_new_functions, without_layers
+from .jaxpr_types import Eqn
 from .jaxprs import equations_in
 from .platforms import for_platform, platform
 from .versions import is_compiler_option
@@ -97,7 +98,7 @@ class _CallsHostError(Exception):
     """Has a program that calls functions on the host."""
 
 
-def calls_host(eqn: Any) -> bool:
+def calls_host(eqn: Eqn) -> bool:
     """Whether an equation calls a function on the host."""
     # `equinox` hides programs in its own primitive.
     return any(name in eqn.primitive.name for name in ("callback", "noinline"))

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 
+from .jaxpr_types import Eqn, Jaxpr
 from .jaxprs import as_remat, callee, evaluate_with, run_jaxpr
 from .mesh import where_it_is, zeros_like
 from .primitives import is_remat, name_of, parameters
@@ -203,7 +204,7 @@ def _starts(num: int) -> Array:
 _FEW_CHANNELS = 16
 
 
-def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
+def evaluate_in_loop(jaxpr: Jaxpr, consts: list, args: list) -> list:
     """Evaluates a jaxpr that is going to be the body of a loop, or a branch.
 
     XLA for CPUs converts convolutions to the layout of its fast kernels (batch,
@@ -217,7 +218,7 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     if jaxpr.effects or not _has_convolution(jaxpr):
         return run_jaxpr(jaxpr, consts, args)
 
-    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
+    def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
         if _is_convolution(eqn) and not _is_narrow(eqn):
             return lambda ins: [_convolution(eqn, *ins)]
         closed = callee(eqn)
@@ -234,11 +235,11 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     return evaluate_with(jaxpr, consts, args, replace)
 
 
-def _is_convolution(eqn: Any) -> bool:
+def _is_convolution(eqn: Eqn) -> bool:
     return name_of(eqn) == "conv_general_dilated"
 
 
-def _is_narrow(eqn: Any) -> bool:
+def _is_narrow(eqn: Eqn) -> bool:
     """Whether channels last is the slower layout: one channel in, and few out."""
     numbers = eqn.params["dimension_numbers"]
     inputs = eqn.invars[0].aval.shape[numbers.lhs_spec[1]]
@@ -246,14 +247,14 @@ def _is_narrow(eqn: Any) -> bool:
     return inputs == 1 and outputs <= _FEW_CHANNELS
 
 
-def _has_convolution(jaxpr: Any) -> bool:
+def _has_convolution(jaxpr: Jaxpr) -> bool:
     programs = (callee(eqn) for eqn in jaxpr.eqns)
     return any(map(_is_convolution, jaxpr.eqns)) or any(
         closed is not None and _has_convolution(closed.jaxpr) for closed in programs
     )
 
 
-def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Array:
+def _convolution(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     """The convolution of an equation, in the layout that is fast on its device."""
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
     last = functools.partial(_channels_last, eqn)
@@ -266,7 +267,7 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Array:
         return checkpointed(lhs, rhs)
 
 
-def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
+def _channels_last(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     """The same convolution, computed channels last."""
     params = dict(eqn.params)
     numbers = params["dimension_numbers"]

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._base.backward import custom_backward
 from .._base.compile import calls_host
+from .._base.jaxpr_types import JaxprAndConsts
 from .._base.jaxprs import axis_names, equations_in, run_jaxpr
 from .._base.mesh import is_on_mesh, vary_as
 from .._base.refs import without_refs
@@ -149,7 +150,7 @@ def run_blocks(
     return slots.combine(results)
 
 
-def runs_once(closed: Any) -> bool:
+def runs_once(closed: JaxprAndConsts) -> bool:
     """Whether no example of a program may run twice.
 
     Effects would happen twice, and calls of the host are often the whole cost. A custom
