@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .checks import warn_of_new_functions, without_layers
+from .checks import unhashable, warn_of_new_functions, without_layers
 from .jaxpr_types import Eqn
 from .jaxprs import equations_in
 from .platforms import for_platform, platform
@@ -169,7 +169,10 @@ def compiled(
                 arrays.append(x)
         # A set is one leaf for JAX, which would go through a tuple in each call.
         content = treedef, (*static,), number_types(static), platform(arrays)
-        key, lists = frozenset([content]), [arrays]
+        try:
+            key, lists = frozenset([content]), [arrays]
+        except TypeError as e:
+            raise unhashable(static) or e from None
         if donate != "none":
             num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
             lists = [arrays[:num], arrays[num:]]
