@@ -201,8 +201,8 @@ def _not_arrays(leaves: list) -> str:
             return f" One argument is {unseen_arrays(x)}"
         if hasattr(x, "__iter__") and not isinstance(x, (str, bytes)):
             return (
-                f" One argument is {described(x)}, which is iterable: give its batches "
-                "to `eqxbatch.over_batches(transform)`."
+                f" One argument is {described(x)}, which is iterable: transforms take "
+                "its batches by `eqxbatch.over_batches`, and kernels need arrays."
             )
     return ""
 
