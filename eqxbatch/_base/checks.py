@@ -6,14 +6,11 @@ in calls have messages of their own.
 """
 
 import difflib
-import functools
 import inspect
-import itertools
 import operator
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -111,90 +108,6 @@ def warn_user(message: str) -> None:
     while frame is not None and name(frame).partition(".")[0] in _LIBRARIES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
-
-
-# A function that is made anew now and then is no mistake.
-_MOST_NEW = 2
-
-
-# The most programs that are known at a time.
-_MOST_PROGRAMS = 1000
-
-
-# The objects that each program was compiled for, functions first, by the hash of all
-# that it depends on.
-_COMPILED: dict[int, list[list[weakref.ref]]] = {}
-
-
-def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
-    """Warns if a program was compiled again only because functions in it are new ones.
-
-    Their code and closures are those of functions for which it was compiled before,
-    and so is all else in `static`, and `others`.
-    """
-    functions = [x for x in static if isinstance(x, _FUNCTIONS)]
-    objects = [*map(weakref.ref, functions)]
-    content = _content((*static,), objects)
-    known = _COMPILED.setdefault(hash((content, others)), [])
-    # Another object can be where one was that is gone.
-    known[:] = [refs for refs in known if all(ref() is not None for ref in refs)]
-    new = functions
-    for refs in known:
-        new = [x for x, ref in zip(functions, refs, strict=False) if ref() is not x]
-        if not new:
-            return
-    known.append(objects)
-    if len(_COMPILED) > _MOST_PROGRAMS:
-        _COMPILED.pop(next(iter(_COMPILED)))
-    if new and len(known) == _MOST_NEW + 1:
-        fun = new[0]
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        warn_user(
-            f"The same program was compiled {len(known)} times, because `{name}` is a "
-            "new function each time, with the same code and the same values around "
-            "it. Define it once, outside of the loop or function that makes it, and "
-            "pass values that change as arguments."
-        )
-
-
-_FUNCTIONS = (types.FunctionType, functools.partial)
-
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, types.NoneType)
-
-
-_UNKNOWN = itertools.count()
-
-
-def _content(x: Any, objects: list[weakref.ref], around: tuple = ()) -> Hashable:
-    """What tells functions apart that compute different things, and constants.
-
-    Objects that it identifies are appended, because others can take their place later.
-    `around` are the functions with `x` in their closures.
-    """
-    content = functools.partial(_content, objects=objects, around=(*around, x))
-    if isinstance(x, tuple):
-        return tuple(map(content, x))
-    if isinstance(x, _CONSTANTS):
-        return type(x), repr(x)
-    for level, function in enumerate(around):
-        if x is function:
-            return "recursive", level
-    if isinstance(x, functools.partial):
-        return content(x.func), content(x.args), content((*x.keywords.items(),))
-    if isinstance(x, types.FunctionType):
-        # The cell of a name that has no value yet is empty.
-        cells = [cell for cell in x.__closure__ or () if cell != types.CellType()]
-        values = (*(cell.cell_contents for cell in cells),)
-        defaults = x.__defaults__, (*(x.__kwdefaults__ or {}).items(),)
-        return id(x.__code__), id(x.__globals__), content(values), content(defaults)
-    try:
-        objects.append(weakref.ref(x))
-    except TypeError:  # A list may have changed.
-        return next(_UNKNOWN)
-    return id(x)
 
 
 # Modules between the call of a transform and the user's function.
@@ -372,7 +285,7 @@ def unseen_arrays(x: Any) -> str:
     Empty for any other object.
     """
     has_arrays = lambda value: any(map(eqx.is_array, jtu.tree_leaves(value)))
-    if isinstance(x, (*_FUNCTIONS, type)) or not jtu.all_leaves([x]):
+    if isinstance(x, type) or not jtu.all_leaves([x]):
         return ""
     names = [
         name for name, value in getattr(x, "__dict__", {}).items() if has_arrays(value)

@@ -13,10 +13,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .checks import unhashable, warn_of_new_functions, without_layers
+from .checks import unhashable, without_layers
 from .jaxpr_types import Eqn
 from .jaxprs import equations_in
 from .platforms import for_platform, platform
+from .recompiled import warn_of_new_functions, warn_of_new_numbers
 from .versions import is_compiler_option
 
 
@@ -185,7 +186,10 @@ def compiled(
         if waits or any(isinstance(x, np.ndarray) for x in arrays):
             jax.block_until_ready(out)
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
-            warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
+            others = fun, treedef, *map(jax.typeof, arrays)
+            warn_of_new_functions(static, others)
+            is_array = lambda x: isinstance(x, _ARRAYS)
+            warn_of_new_numbers((first, *rest), is_array, others)
         return out.tree
 
     return cast(_Function, wrapper)

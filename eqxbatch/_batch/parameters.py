@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from .._base.checks import no_arrays_remedy, warn_user
 from .._base.trees import described, safe_zip, shown
-from .transform import Model
 
 
 def are_parameters(
@@ -156,11 +155,11 @@ def _not_a_part(what: str) -> ValueError:
 
 
 def parameters(
-    model: Model,
+    model: PyTree,
     *,
     where: Callable | None = None,
     filter_spec: PyTree = eqx.is_inexact_array,
-) -> Model:
+) -> PyTree:
     """The parameters that a transform with these settings differentiates.
 
     Pass them to the `init` of an optimiser, so that its state has the structure of the
