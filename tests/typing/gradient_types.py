@@ -61,8 +61,8 @@ assert_type(with_aux(model, x, y), Any)
 
 # Optax takes the parameters of a model.
 optimiser = optax.adam(1e-3)
-state = optimiser.init(parameters(model))
 state = optimiser.init(parameters(model, where=lambda m: m.layers[-1]))
+state = optimiser.init(parameters(model))
 updates, state = optimiser.update(parameters(model), state, parameters(model))
 
 
