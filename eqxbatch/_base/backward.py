@@ -18,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .jaxprs import callee, inner_programs, run_equations
+from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
+from .jaxprs import callee, inner_jaxprs, inner_programs, run_equations
 from .primitives import (
     IDENTITIES,
-    is_unknown_object,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
     name_of,
+    OF_CLASSES,
     parameters,
 )
 from .trees import safe_zip
@@ -36,7 +37,7 @@ from .versions import scan_sizes
 OTHER, ZERO, LINEAR = "other", "zero", "linear"
 
 
-def unique_inputs(eqn: Any) -> list[int]:
+def unique_inputs(eqn: Eqn) -> list[int]:
     """The distinct variables among the inputs of an equation."""
     first: dict[Any, int] = {}
     for i, atom in enumerate(eqn.invars):
@@ -84,7 +85,7 @@ class Along(NamedTuple):
 
 
 def along_inputs(
-    jaxpr: Any, eqn: Any, moved: Sequence[int], outs: Sequence[int]
+    jaxpr: Jaxpr, eqn: Eqn, moved: Sequence[int], outs: Sequence[int]
 ) -> Along:
     """An equation as a function of inputs in `moved`, with the outputs in `outs`."""
     unique = unique_inputs(eqn)
@@ -117,7 +118,9 @@ class CustomBackward(NamedTuple):
     has_examples: bool
 
 
-def custom_backward(closed: Any, is_example: Sequence[bool]) -> CustomBackward:
+def custom_backward(
+    closed: JaxprAndConsts, is_example: Sequence[bool]
+) -> CustomBackward:
     """What is known of a program's backward passes.
 
     `is_example` says which of its inputs differ between examples.
@@ -128,7 +131,7 @@ def custom_backward(closed: Any, is_example: Sequence[bool]) -> CustomBackward:
 
 
 def _batched(
-    jaxpr: Any, inputs: Sequence[bool], found: list[bool] | None = None
+    jaxpr: Jaxpr, inputs: Sequence[bool], found: list[bool] | None = None
 ) -> list[bool]:
     """Which outputs of a jaxpr `jax.vmap` batches, if it batches these inputs.
 
@@ -136,26 +139,29 @@ def _batched(
     is added to `found`.
     """
     differs = {v for v, marked in safe_zip(jaxpr.invars, inputs) if marked}
-    is_one = lambda x: not isinstance(x, jex.Literal) and x in differs
+    marked_among = lambda atoms: [
+        not isinstance(x, jex.Literal) and x in differs for x in atoms
+    ]
     for eqn in jaxpr.eqns:
-        marks = [*map(is_one, eqn.invars)]
+        marks = marked_among(eqn.invars)
         if has_own_backward(eqn):
             if found is not None and not _is_known(jaxpr, eqn):
                 found.append(any(marks))
             outs = _batched_by(eqn, marks, None)
         else:
             outs = _batched_by(eqn, marks, found)
-        differs.update(v for v, marked in safe_zip(eqn.outvars, outs) if marked)
-    return [*map(is_one, jaxpr.outvars)]
+        if any(outs):
+            differs |= {v for v, marked in safe_zip(eqn.outvars, outs) if marked}
+    return marked_among(jaxpr.outvars)
 
 
-def has_own_backward(eqn: Any) -> bool:
+def has_own_backward(eqn: Eqn) -> bool:
     """Whether the author of a function wrote the backward pass of an equation."""
-    is_one = name_of(eqn).startswith(("custom_vjp", "linear_call"))
-    return is_one or is_unknown_object(eqn)
+    # An object of a class that no table knows may have one, too.
+    return name_of(eqn).startswith(("custom_vjp", "linear_call", OF_CLASSES))
 
 
-def _is_known(jaxpr: Any, eqn: Any) -> bool:
+def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     """Whether the backward pass of an equation is known to be linear."""
     is_inexact = lambda atom: jnp.issubdtype(atom.aval.dtype, jnp.inexact)
     moved = [i for i in unique_inputs(eqn) if is_inexact(eqn.invars[i])]
@@ -169,10 +175,12 @@ def _is_known(jaxpr: Any, eqn: Any) -> bool:
     return along.why_nonlinear(backward, in_loops=True) is None
 
 
-def _batched_by(eqn: Any, marks: list[bool], found: list[bool] | None) -> list[bool]:
+def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[bool]:
     """Which outputs of an equation `jax.vmap` batches, as `_batched`."""
+    programs = inner_jaxprs(eqn)
+    if not programs:
+        return [any(marks)] * len(eqn.outvars)
     name, params = name_of(eqn), parameters(eqn)
-    programs = [closed.jaxpr for closed in inner_programs(eqn)]
     if name == "scan":
         first, _ = scan_sizes(eqn)
         return _of_loop(programs[0], marks, first, scan_sizes(eqn)[1], found)
@@ -215,7 +223,7 @@ def _of_loop(
         marks[first : first + num] = carried
 
 
-def needed_equations(jaxpr: Any) -> list:
+def needed_equations(jaxpr: Jaxpr) -> list:
     """The equations that the outputs of a jaxpr depend on."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
     eqns = []
@@ -227,7 +235,7 @@ def needed_equations(jaxpr: Any) -> list:
 
 
 def kinds_of(
-    jaxpr: Any, inputs: Sequence[str], *, in_loops: bool = False
+    jaxpr: Jaxpr, inputs: Sequence[str], *, in_loops: bool = False
 ) -> list[str] | str:
     """The kinds of a jaxpr's outputs, or the equation that is not linear.
 
@@ -238,7 +246,7 @@ def kinds_of(
     known = dict.fromkeys(jaxpr.constvars, OTHER)
     known.update(safe_zip(jaxpr.invars, inputs))
 
-    def kind_of(atom: Any) -> str:
+    def kind_of(atom: Atom) -> str:
         if isinstance(atom, jex.Literal):
             return OTHER if np.any(np.asarray(atom.val) != 0) else ZERO
         return known[atom]
@@ -272,7 +280,7 @@ def _joined(first: Sequence[str], second: Sequence[str]) -> list[str] | str:
     return [a if b == ZERO else b for a, b in pairs]
 
 
-def _in_scan(eqn: Any, kinds: list[str]) -> list[str] | str:
+def _in_scan(eqn: Eqn, kinds: list[str]) -> list[str] | str:
     first, num = scan_sizes(eqn)
     body, kinds = eqn.params["jaxpr"].jaxpr, [*kinds]
     while True:
@@ -287,7 +295,7 @@ def _in_scan(eqn: Any, kinds: list[str]) -> list[str] | str:
         kinds[first : first + num] = carried
 
 
-def _in_cond(eqn: Any, kinds: list[str]) -> list[str] | str:
+def _in_cond(eqn: Eqn, kinds: list[str]) -> list[str] | str:
     if kinds[0] == LINEAR:
         return "a `cond` that depends on the cotangent"
     joined: list[str] | str = [ZERO for _ in eqn.outvars]
@@ -299,7 +307,7 @@ def _in_cond(eqn: Any, kinds: list[str]) -> list[str] | str:
     return joined
 
 
-def _in_linear_call(eqn: Any, kinds: list[str]) -> list[str] | str:
+def _in_linear_call(eqn: Eqn, kinds: list[str]) -> list[str] | str:
     (closed,) = inner_programs(eqn)
     return kinds_of(closed.jaxpr, kinds, in_loops=True)
 
@@ -311,14 +319,14 @@ _KINDS_WITHIN = {
 }
 
 
-def _is_zero(eqn: Any, kinds: Sequence[str]) -> bool:
+def _is_zero(eqn: Eqn, kinds: Sequence[str]) -> bool:
     """Whether an equation returns zeros, because its inputs are zero cotangents."""
     if name_of(eqn) in LINEAR_IN_EACH:
         return ZERO in kinds
     return name_of(eqn) in LINEAR_IN_ALL and {*kinds} == {ZERO}
 
 
-def _is_linear(eqn: Any, kinds: Sequence[str]) -> bool:
+def _is_linear(eqn: Eqn, kinds: Sequence[str]) -> bool:
     """Whether an equation is linear in its linear inputs."""
     name = name_of(eqn)
     if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars):

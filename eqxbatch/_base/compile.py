@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .checks import warn_of_new_functions, without_layers
+from .jaxpr_types import JaxprAndConsts
 from .jaxprs import equations_in
 from .platforms import for_platform, platform
 from .versions import is_compiler_option
@@ -97,10 +98,11 @@ class _CallsHostError(Exception):
     """Has a program that calls functions on the host."""
 
 
-def calls_host(eqn: Any) -> bool:
-    """Whether an equation calls a function on the host."""
+def calls_host(closed: JaxprAndConsts) -> bool:
+    """Whether a program calls a function on the host."""
+    names = {eqn.primitive.name for eqn in equations_in(closed)}
     # `equinox` hides programs in its own primitive.
-    return any(name in eqn.primitive.name for name in ("callback", "noinline"))
+    return any("callback" in name or "noinline" in name for name in names)
 
 
 def compiled(
@@ -136,7 +138,7 @@ def compiled(
         if getattr(jax.config, "jax_disable_jit", False):
             return called(*lists)
         inner = jax.jit(called, inline=inline)
-        if any(map(calls_host, equations_in(inner.trace(*lists).jaxpr))):
+        if calls_host(inner.trace(*lists).jaxpr):
             raise _CallsHostError(inner)
         return inner(*lists)
 

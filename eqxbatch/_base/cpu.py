@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 
-from .jaxprs import as_remat, callee, evaluate_with, run_jaxpr
+from .jaxpr_types import Eqn, Jaxpr
+from .jaxprs import as_remat, callee, evaluate_with, inner_programs, run_jaxpr
 from .mesh import where_it_is, zeros_like
-from .primitives import is_remat, name_of, parameters
+from .primitives import is_remat, parameters
 from .structs import vary
 from .trees import safe_zip
 from .versions import partitions, varying, with_barrier
@@ -203,7 +204,7 @@ def _starts(num: int) -> Array:
 _FEW_CHANNELS = 16
 
 
-def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
+def evaluate_in_loop(jaxpr: Jaxpr, consts: list, args: list) -> list:
     """Evaluates a jaxpr that is going to be the body of a loop, or a branch.
 
     XLA for CPUs converts convolutions to the layout of its fast kernels (batch,
@@ -217,8 +218,8 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     if jaxpr.effects or not _has_convolution(jaxpr):
         return run_jaxpr(jaxpr, consts, args)
 
-    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
-        if _is_convolution(eqn) and not _is_narrow(eqn):
+    def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
+        if eqn.primitive.name == _CONVOLUTION and not _is_narrow(eqn):
             return lambda ins: [_convolution(eqn, *ins)]
         closed = callee(eqn)
         if closed is None or not _has_convolution(closed.jaxpr):
@@ -234,11 +235,10 @@ def evaluate_in_loop(jaxpr: Any, consts: list, args: list) -> list:
     return evaluate_with(jaxpr, consts, args, replace)
 
 
-def _is_convolution(eqn: Any) -> bool:
-    return name_of(eqn) == "conv_general_dilated"
+_CONVOLUTION = "conv_general_dilated"
 
 
-def _is_narrow(eqn: Any) -> bool:
+def _is_narrow(eqn: Eqn) -> bool:
     """Whether channels last is the slower layout: one channel in, and few out."""
     numbers = eqn.params["dimension_numbers"]
     inputs = eqn.invars[0].aval.shape[numbers.lhs_spec[1]]
@@ -246,14 +246,16 @@ def _is_narrow(eqn: Any) -> bool:
     return inputs == 1 and outputs <= _FEW_CHANNELS
 
 
-def _has_convolution(jaxpr: Any) -> bool:
-    programs = (callee(eqn) for eqn in jaxpr.eqns)
-    return any(map(_is_convolution, jaxpr.eqns)) or any(
-        closed is not None and _has_convolution(closed.jaxpr) for closed in programs
+def _has_convolution(jaxpr: Jaxpr) -> bool:
+    if _CONVOLUTION in [eqn.primitive.name for eqn in jaxpr.eqns]:
+        return True
+    called = [callee(eqn) for eqn in jaxpr.eqns if inner_programs(eqn)]
+    return any(
+        closed is not None and _has_convolution(closed.jaxpr) for closed in called
     )
 
 
-def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Array:
+def _convolution(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     """The convolution of an equation, in the layout that is fast on its device."""
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
     last = functools.partial(_channels_last, eqn)
@@ -266,7 +268,7 @@ def _convolution(eqn: Any, lhs: Array, rhs: Array) -> Array:
         return checkpointed(lhs, rhs)
 
 
-def _channels_last(eqn: Any, lhs: Array, rhs: Array) -> Array:
+def _channels_last(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     """The same convolution, computed channels last."""
     params = dict(eqn.params)
     numbers = params["dimension_numbers"]

@@ -18,12 +18,22 @@ from jax import lax
 from jax.sharding import use_abstract_mesh
 from jaxtyping import Array
 
-from .primitives import CALLS, EXPANDED, IDENTITIES, is_flat, name_of, parameters, REMAT
+from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
+from .primitives import (
+    CALLS,
+    EXPANDED,
+    IDENTITIES,
+    is_flat,
+    name_of,
+    OF_CLASSES,
+    parameters,
+    REMAT,
+)
 from .trees import safe_zip
 from .versions import Closed, scan_sizes, with_consts
 
 
-def callee(eqn: Any) -> Any:
+def callee(eqn: Eqn) -> Any:
     """The closed jaxpr in place of which an equation stands; None for others.
 
     The derivative of the equation is that of the jaxpr. So functions with custom
@@ -50,7 +60,7 @@ def callee(eqn: Any) -> Any:
     return closed if fits and bool(jaxpr.effects) <= bool(eqn.effects) else None
 
 
-def _expanded(eqn: Any) -> Any:
+def _expanded(eqn: Eqn) -> Any:
     """The program that an equation stands for."""
     known = _PROGRAMS.get(name_of(eqn), _of_object)
     run = lambda *ins: known(eqn.params, ins)
@@ -85,20 +95,22 @@ def _unstack(params: dict[str, Any], ins: Sequence[Any]) -> list:
 _PROGRAMS = {"polynomial": _polynomial, "unstack": _unstack}
 
 
-def _as_closed(x: Any) -> Any:
-    """A jaxpr, or what was traced to one, as a closed jaxpr; None for others."""
+# What a parameter is that is a program.
+_PROGRAM_TYPES = (Closed, jex.Jaxpr, jax.stages.Traced)
+
+
+def _as_closed(x: Any) -> JaxprAndConsts:
+    """A jaxpr, or what was traced to one, as a closed jaxpr."""
     if isinstance(x, jax.stages.Traced):
         x = x.jaxpr
     if isinstance(x, Closed):
         return x
-    if not isinstance(x, jex.Jaxpr):
-        return None
     # Programs of `jax.custom_derivatives.linear_call` have constants that are inputs.
     return with_consts(x, [None] * len(x.constvars))
 
 
 def as_remat(
-    eqn: Any, run: Callable[..., Any], num_more: int = 0
+    eqn: Eqn, run: Callable[..., Any], num_more: int = 0
 ) -> Callable[..., Any]:
     """`run`, rematerialised as the program of an equation is.
 
@@ -111,7 +123,7 @@ def as_remat(
     return jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
 
 
-def as_called(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+def as_called(eqn: Eqn, run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, with what JAX promises of the program of an equation.
 
     This is its order, or metadata for XLA. `run` takes the inputs of the equation and
@@ -159,36 +171,40 @@ def _in_order(run: Callable[..., Any], params: dict[str, Any]) -> Callable[..., 
     return grouped
 
 
-def inner_programs(eqn: Any) -> Iterator[Any]:
+def inner_programs(eqn: Eqn) -> list[JaxprAndConsts]:
     """The closed jaxprs that an equation has in its parameters, or stands for."""
-    if name_of(eqn) in EXPANDED:
-        yield _expanded(eqn)
-    for value in parameters(eqn).values():
+    # Every equation of a program is asked, so the usual one is answered without calls.
+    name, params = eqn.primitive.name, eqn.params
+    if name == OF_CLASSES:
+        name, params = name_of(eqn), parameters(eqn)
+    programs = [_expanded(eqn)] if name in EXPANDED else []
+    for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
-            closed = _as_closed(x)
-            if closed is not None:
-                yield closed
+            if isinstance(x, _PROGRAM_TYPES):
+                programs.append(_as_closed(x))
+    return programs
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
     """The jaxprs of these programs, without constants."""
-    return (closed.jaxpr for closed in inner_programs(eqn))
+    return [closed.jaxpr for closed in inner_programs(eqn)]
 
 
-def programs_in(closed: Any) -> Iterator[Any]:
+def programs_in(closed: JaxprAndConsts) -> list[JaxprAndConsts]:
     """A closed jaxpr, and all in it."""
-    yield closed
+    programs = [closed]
     for eqn in closed.jaxpr.eqns:
         for inner in inner_programs(eqn):
-            yield from programs_in(inner)
+            programs += programs_in(inner)
+    return programs
 
 
-def equations_in(closed: Any) -> Iterator[Any]:
+def equations_in(closed: JaxprAndConsts) -> list[Eqn]:
     """The equations of a closed jaxpr, and of all in it."""
-    return (eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns)
+    return [eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns]
 
 
-def constants(closed: Any) -> Iterator[Any]:
+def constants(closed: JaxprAndConsts) -> Iterator[Any]:
     """All arrays that are part of a closed jaxpr."""
     for part in programs_in(closed):
         yield from part.consts
@@ -199,17 +215,17 @@ def constants(closed: Any) -> Iterator[Any]:
                     yield atom.val if is_array else np.asarray(atom.val)
 
 
-def literal(atom: Any) -> Array:
+def literal(atom: Atom) -> Array:
     """The value of a literal in its dtype, which a Python number does not have."""
     return jnp.asarray(atom.val, atom.aval.dtype)
 
 
-def axis_names(jaxpr: Any) -> set:
+def axis_names(jaxpr: Jaxpr) -> set:
     """The axis names that a jaxpr uses, of an enclosing `vmap` or mesh."""
     return {effect.name for effect in jaxpr.effects if hasattr(effect, "name")}
 
 
-def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """Which outputs depend on marked inputs.
 
     The result may include outputs that do not, because inner jaxprs are not inspected.
@@ -220,7 +236,7 @@ def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
     return [not isinstance(x, jex.Literal) and x in dependent for x in jaxpr.outvars]
 
 
-def dependent_equations(jaxpr: Any, inputs: Sequence[bool]) -> Iterator[Any]:
+def dependent_equations(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Iterator[Any]:
     """The equations of a jaxpr that depend on marked inputs, as in `depends`."""
     dependent = _marked(jaxpr.invars, inputs)
     is_dependent = lambda x: not isinstance(x, jex.Literal) and x in dependent
@@ -230,13 +246,13 @@ def dependent_equations(jaxpr: Any, inputs: Sequence[bool]) -> Iterator[Any]:
             yield eqn
 
 
-def run_jaxpr(jaxpr: Any, consts: list, args: list) -> list:
+def run_jaxpr(jaxpr: Jaxpr, consts: list, args: list) -> list:
     """Evaluates a jaxpr unchanged."""
     return jex.jaxpr_as_fun(with_consts(jaxpr, consts))(*args)
 
 
 def evaluate_with(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     consts: list,
     args: list,
     replace: Callable[[int, Any], Callable[[list], list] | None],
@@ -278,7 +294,7 @@ def evaluate_with(
     return [read(var) for var in jaxpr.outvars]
 
 
-def run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
+def run_equations(jaxpr: Jaxpr, eqns: list, outs: list, values: dict) -> list:
     """The values of `outs` after some consecutive equations of a jaxpr."""
     made: set = set()
     ins: dict = {}
@@ -291,7 +307,7 @@ def run_equations(jaxpr: Any, eqns: list, outs: list, values: dict) -> list:
     return run_jaxpr(part, [], [values[v] for v in ins])
 
 
-def run_equation(jaxpr: Any, eqn: Any, outs: list) -> Callable[..., list]:
+def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: list) -> Callable[..., list]:
     """An equation as a function of its inputs that returns `outs`.
 
     It runs as JAX itself would run it, with all custom derivatives.
@@ -315,7 +331,7 @@ _OTHERS = tuple(
 )
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: Eqn) -> str:
     """The source of an equation, as `file:line in function`; empty if unknown."""
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()):
@@ -325,7 +341,7 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
-def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
+def first_use(jaxpr: Jaxpr, var: Any) -> tuple[int, ...]:
     """The position of a variable's first use, comparable within one jaxpr."""
     for index, eqn in enumerate(jaxpr.eqns):
         positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
@@ -339,7 +355,7 @@ def first_use(jaxpr: Any, var: Any) -> tuple[int, ...]:
     return (len(jaxpr.eqns),)
 
 
-def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
+def uses_dtype(jaxpr: Jaxpr, dtype: Any) -> bool:
     """Whether a jaxpr uses a dtype."""
     atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
     atoms += [var for eqn in jaxpr.eqns for var in eqn.outvars]
@@ -349,7 +365,7 @@ def uses_dtype(jaxpr: Any, dtype: Any) -> bool:
     return any(uses_dtype(sub, dtype) for sub in inner)
 
 
-def live_variables(jaxpr: Any, outs: Sequence[bool]) -> set:
+def live_variables(jaxpr: Jaxpr, outs: Sequence[bool]) -> set:
     """The variables in which some outputs have a derivative, as far as is known."""
     live = _marked(jaxpr.outvars, outs)
     for eqn in reversed(jaxpr.eqns):
@@ -365,7 +381,7 @@ def _marked(atoms: list, marks: Sequence[bool]) -> set:
     return {x for x, is_one in pairs if is_one and not isinstance(x, jex.Literal)}
 
 
-def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
+def _live_inputs(eqn: Eqn, outs: list[bool]) -> list[bool]:
     name, closed = name_of(eqn), callee(eqn)
     if is_flat(eqn):
         return [False for _ in eqn.invars]
@@ -384,7 +400,7 @@ def _live_inputs(eqn: Any, outs: list[bool]) -> list[bool]:
     return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
 
 
-def live_in_scan(eqn: Any, outs: list[bool]) -> tuple[list[bool], list[bool]]:
+def live_in_scan(eqn: Eqn, outs: list[bool]) -> tuple[list[bool], list[bool]]:
     """Which outputs and inputs of the body of a scan are differentiated."""
     jaxpr, (first, num) = eqn.params["jaxpr"].jaxpr, scan_sizes(eqn)
     outs = [*outs]

@@ -25,6 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
+from .jaxpr_types import Eqn, JaxprAndConsts
 from .jaxprs import constants, dependent_equations, equations_in, inner_programs
 from .primitives import name_of, parameters
 from .structs import vary
@@ -56,7 +57,7 @@ def has_explicit_axes(struct: Any) -> bool:
     return AxisType.Explicit in [kind for _, kind in mesh_axes(struct).values()]
 
 
-def is_reduction(eqn: Any) -> bool:
+def is_reduction(eqn: Eqn) -> bool:
     """Whether an equation has arrays that are unreduced or reduced over a mesh axis.
 
     The sum over devices is then a part of its derivative.
@@ -155,7 +156,7 @@ def manual_axes() -> frozenset:
     return frozenset(name for name, kind in pairs if kind == AxisType.Manual)
 
 
-def coupled_axes(closed: Any, inputs: Sequence[bool]) -> frozenset:
+def coupled_axes(closed: JaxprAndConsts, inputs: Sequence[bool]) -> frozenset:
     """The axes of `jax.shard_map`s over which devices exchange what a program computes.
 
     This is about what depends on marked inputs.
@@ -383,7 +384,7 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
 
 
-def mesh_of_results(closed: Any, arrays: list) -> Mesh | None:
+def mesh_of_results(closed: JaxprAndConsts, arrays: list) -> Mesh | None:
     """The mesh with explicit axes on which a program has its results, if there is one.
 
     `arrays` are those that the program closes over. They know the devices of the mesh,
@@ -450,7 +451,7 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
     return names_axes or explicit_mesh([*constants(closed)]) is not None
 
 
-def _shardings(closed: Any) -> Iterator[NamedSharding]:
+def _shardings(closed: JaxprAndConsts) -> Iterator[NamedSharding]:
     """The shardings that a program names."""
     is_sharding = lambda x: isinstance(x, NamedSharding)
     for eqn in equations_in(closed):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
 from .jaxprs import as_remat, callee, evaluate_with, run_equation
 from .primitives import is_remat, name_of
 from .trees import safe_zip
@@ -31,7 +32,7 @@ def wide(x: Any) -> Any:
     return x.astype(jnp.float32) if is_narrow_dtype(x.dtype) else x
 
 
-def without_narrow_casts(closed: Any, dtypes: Sequence[Any]) -> Any:
+def without_narrow_casts(closed: JaxprAndConsts, dtypes: Sequence[Any]) -> Any:
     """A closed jaxpr whose first inputs are not rounded, although it casts them.
 
     `dtypes` are those of the parameters that the inputs stand for: the program begins
@@ -73,7 +74,7 @@ _JOINS = ("concatenate", "dynamic_update_slice", "pad", "select_n", "stack")
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: list, seeds: dict[Any, Any]
+    jaxpr: Jaxpr, consts: Sequence[Any], args: list, seeds: dict[Any, Any]
 ) -> list:
     """Evaluates a jaxpr, of which some inputs and results are wide.
 
@@ -81,10 +82,10 @@ def _evaluate(
     """
     are_wide = {x for x, arg in safe_zip(jaxpr.invars, args) if isinstance(arg, _Wide)}
 
-    def is_wide(atom: Any) -> bool:
+    def is_wide(atom: Atom) -> bool:
         return not isinstance(atom, jex.Literal) and atom in are_wide
 
-    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
+    def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
         atom = eqn.invars[0] if eqn.invars else None
         is_cast = name_of(eqn) == "convert_element_type"
         is_seed = is_cast and not isinstance(atom, jex.Literal) and atom in seeds
@@ -105,7 +106,7 @@ def _evaluate(
     return evaluate_with(jaxpr, [*consts], args, replace)
 
 
-def _run(jaxpr: Any, eqn: Any, ins: list) -> list:
+def _run(jaxpr: Jaxpr, eqn: Eqn, ins: list) -> list:
     """The outputs of an equation with wide inputs."""
     name, closed, first = name_of(eqn), callee(eqn), ins[0]
     others = any(isinstance(x, _Wide) for x in ins[1:])
@@ -142,7 +143,7 @@ def _array(x: Any) -> Any:
     return x.array if isinstance(x, _Wide) else x
 
 
-def _of_arrays(closed: Any, like: list) -> Callable[..., list]:
+def _of_arrays(closed: JaxprAndConsts, like: list) -> Callable[..., list]:
     """A program as a function of arrays, which stand for such inputs."""
 
     def run(*arrays: Any) -> list:
@@ -153,7 +154,7 @@ def _of_arrays(closed: Any, like: list) -> Callable[..., list]:
     return run
 
 
-def _scan(eqn: Any, ins: list) -> list:
+def _scan(eqn: Eqn, ins: list) -> list:
     """A loop over layers, say, whose parameters are wide."""
     first, num = scan_sizes(eqn)
     consts, xs = ins[:first], ins[first + num :]

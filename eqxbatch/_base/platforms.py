@@ -13,6 +13,7 @@ import jax
 from jax import lax
 from jax.core import Tracer
 
+from .jaxpr_types import JaxprAndConsts
 from .jaxprs import equations_in
 from .primitives import parameters
 
@@ -170,7 +171,7 @@ def _name(precision: Any) -> str:
     return precision.name.lower() if precision in _PRECISIONS else "highest"
 
 
-def _precisions(closed: Any) -> Iterator[Any]:
+def _precisions(closed: JaxprAndConsts) -> Iterator[Any]:
     """The precisions that the equations of a program name."""
     for eqn in equations_in(closed):
         precision = parameters(eqn).get("precision")

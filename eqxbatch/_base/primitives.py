@@ -11,6 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .jaxpr_types import Eqn
+
 
 # The primitives of which something is known, a line for each; `_OPAQUE` and `_APART`
 # have the others:
@@ -275,7 +277,7 @@ def with_trait(word: str) -> frozenset[str]:
     return frozenset(name for name, (words, _) in _KNOWN.items() if word in words)
 
 
-def unknown_parameters(eqn: Any) -> str:
+def unknown_parameters(eqn: Eqn) -> str:
     """The parameters of an equation that are unknown to rules and views.
 
     Parameters with unknown values are included. Empty if there are none, or if there is
@@ -324,7 +326,7 @@ _FLAT = with_trait("flat")
 
 
 # JAX's primitive for objects of classes.
-_OF_CLASSES = "call_hi_primitive"
+OF_CLASSES = "call_hi_primitive"
 
 
 # JAX's classes that stand for a primitive with other flags, or in older versions.
@@ -356,39 +358,39 @@ OPAQUE_CLASSES = frozenset(
 )
 
 
-def name_of(eqn: Any) -> str:
+def name_of(eqn: Eqn) -> str:
     """The name of the primitive of an equation, with any flags of JAX.
 
     `jax_remat3` and similar flags replace primitives by objects of JAX's own classes.
     """
-    if eqn.primitive.name != _OF_CLASSES:
+    if eqn.primitive.name != OF_CLASSES:
         return eqn.primitive.name
     kind = type(eqn.params["_prim"])
-    unknown = f"{_OF_CLASSES}[{kind.__name__}]"
+    unknown = f"{OF_CLASSES}[{kind.__name__}]"
     is_of_jax = kind.__module__.startswith("jax.")
     return _CLASSES.get(kind.__name__, unknown) if is_of_jax else unknown
 
 
-def is_unknown_object(eqn: Any) -> bool:
+def is_unknown_object(eqn: Eqn) -> bool:
     """Whether an equation is an object of a class that no table knows.
 
     It may have a derivative in one mode only, and no transpose.
     """
-    return name_of(eqn).startswith(_OF_CLASSES)
+    return name_of(eqn).startswith(OF_CLASSES)
 
 
-def parameters(eqn: Any) -> dict[str, Any]:
+def parameters(eqn: Eqn) -> dict[str, Any]:
     """The parameters of an equation, with any flags of JAX."""
-    is_object = eqn.primitive.name == _OF_CLASSES
+    is_object = eqn.primitive.name == OF_CLASSES
     return eqn.params["_prim"].params if is_object else eqn.params
 
 
-def is_remat(eqn: Any) -> bool:
+def is_remat(eqn: Eqn) -> bool:
     """Whether an equation computes its program again for the derivative."""
     return name_of(eqn) in REMAT
 
 
-def is_flat(eqn: Any) -> bool:
+def is_flat(eqn: Eqn) -> bool:
     """Whether the derivative of an equation is zero or does not exist."""
     if name_of(eqn) in _FLAT:
         return True

@@ -17,6 +17,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Integer, Num
 
+from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts
 from .trees import safe_zip
 from .versions import Closed, with_consts
 
@@ -122,7 +123,7 @@ batching.primitive_batchers[RAGGED_DOT] = _mapped
 mlir.register_lowering(RAGGED_DOT, mlir.lower_fun(_run, multiple_results=False))
 
 
-def with_mapped_products(closed: Any) -> Any:
+def with_mapped_products(closed: JaxprAndConsts) -> Any:
     """A closed jaxpr in which `jax.vmap` maps ragged products.
 
     Those are left as they are that have axes of a batch, or groups along an axis that
@@ -133,7 +134,7 @@ def with_mapped_products(closed: Any) -> Any:
     return closed if is_same else with_consts(jaxpr, closed.consts)
 
 
-def _replaced(jaxpr: Any) -> Any:
+def _replaced(jaxpr: Jaxpr) -> Any:
     """A jaxpr with these products in place of JAX's, also in all that it calls."""
     eqns = [*map(_equation, jaxpr.eqns)]
     if all(new is old for new, old in safe_zip(eqns, jaxpr.eqns)):
@@ -141,7 +142,7 @@ def _replaced(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _equation(eqn: Any) -> Any:
+def _equation(eqn: Eqn) -> Any:
     if eqn.primitive.name == "ragged_dot_general":
         params = _params(eqn)
         if params is None:
@@ -166,7 +167,7 @@ def _with_products(value: Any) -> Any:
     return value
 
 
-def _params(eqn: Any) -> dict[str, Any] | None:
+def _params(eqn: Eqn) -> dict[str, Any] | None:
     """The parameters of the product in place of an equation; None if there is none."""
     params = eqn.params
     numbers = params["ragged_dot_dimension_numbers"]

@@ -17,13 +17,14 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array
 
+from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts
 from .jaxprs import as_remat, callee, evaluate_with, inner_jaxprs, source_line
 from .primitives import is_remat, name_of
 from .trees import safe_zip
 from .versions import is_ref, is_type_of_ref, scan_sizes
 
 
-def without_refs(closed: Any) -> Any:
+def without_refs(closed: JaxprAndConsts) -> Any:
     """A closed jaxpr that computes the same without any `Ref` of its own.
 
     A `Ref` from outside is read once, before the program.
@@ -58,12 +59,12 @@ class _Cell:
     value: Array
 
 
-def _has_refs(jaxpr: Any) -> bool:
+def _has_refs(jaxpr: Jaxpr) -> bool:
     # What reads, writes or makes a `Ref` has an effect. Kernels of Pallas have none.
     return bool(jaxpr.effects) and any(map(_uses_refs, jaxpr.eqns))
 
 
-def _uses_refs(eqn: Any) -> bool:
+def _uses_refs(eqn: Eqn) -> bool:
     if not eqn.effects:
         return False
     if any(is_type_of_ref(atom.aval) for atom in [*eqn.invars, *eqn.outvars]):
@@ -71,16 +72,16 @@ def _uses_refs(eqn: Any) -> bool:
     return any(map(_has_refs, inner_jaxprs(eqn)))
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: list) -> list:
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: list) -> list:
     """Evaluates a jaxpr with a cell for each `Ref`."""
 
-    def replace(_: int, eqn: Any) -> Callable[[list], list] | None:
+    def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
         return functools.partial(_rule(eqn), eqn) if _uses_refs(eqn) else None
 
     return evaluate_with(jaxpr, [*consts], args, replace)
 
 
-def _rule(eqn: Any) -> Callable[[Any, list], list]:
+def _rule(eqn: Eqn) -> Callable[[Any, list], list]:
     """How an equation that uses a `Ref` is evaluated."""
     rule = _RULES.get(name_of(eqn))
     if rule is None and callee(eqn) is not None:
@@ -99,7 +100,7 @@ def _new_ref(_: Any, ins: list) -> list:
     return [_Cell(ins[0])]
 
 
-def _empty_ref(eqn: Any, _: list) -> list:
+def _empty_ref(eqn: Eqn, _: list) -> list:
     aval = eqn.outvars[0].aval
     return [_Cell(jnp.zeros(aval.shape, aval.dtype))]
 
@@ -112,12 +113,12 @@ def _free(_: Any, __: list) -> list:
     return []
 
 
-def _get(eqn: Any, ins: list) -> list:
+def _get(eqn: Eqn, ins: list) -> list:
     cell, *indices = ins
     return [_read(cell.value, _places(eqn, indices))]
 
 
-def _swap(eqn: Any, ins: list) -> list:
+def _swap(eqn: Eqn, ins: list) -> list:
     cell, value, *indices = ins
     places = _places(eqn, indices)
     before = _read(cell.value, places)
@@ -125,7 +126,7 @@ def _swap(eqn: Any, ins: list) -> list:
     return [before]
 
 
-def _add(eqn: Any, ins: list) -> list:
+def _add(eqn: Eqn, ins: list) -> list:
     cell, value, *indices = ins
     cell.value = _written(cell.value, _places(eqn, indices), value, adds=True)
     return []
@@ -142,7 +143,9 @@ class _Inputs:
     def values(self) -> list:
         return [cell.value for cell in self.cells]
 
-    def run(self, closed: Any, values: list, ins: list | None = None) -> tuple:
+    def run(
+        self, closed: JaxprAndConsts, values: list, ins: list | None = None
+    ) -> tuple:
         """The values in the cells after a program, and its outputs.
 
         It begins with other `values` in cells of its own. `ins` replace the inputs.
@@ -158,7 +161,7 @@ class _Inputs:
             cell.value = value
 
 
-def _call(eqn: Any, ins: list) -> list:
+def _call(eqn: Eqn, ins: list) -> list:
     closed = callee(eqn)
     if not is_remat(eqn):
         return _evaluate(closed.jaxpr, closed.consts, ins)
@@ -176,7 +179,7 @@ def _call(eqn: Any, ins: list) -> list:
     return outs
 
 
-def _cond(eqn: Any, ins: list) -> list:
+def _cond(eqn: Eqn, ins: list) -> list:
     index, *operands = ins
     inputs = _Inputs(operands)
     branches = [functools.partial(inputs.run, x) for x in eqn.params["branches"]]
@@ -185,7 +188,7 @@ def _cond(eqn: Any, ins: list) -> list:
     return outs
 
 
-def _scan(eqn: Any, ins: list) -> list:
+def _scan(eqn: Eqn, ins: list) -> list:
     first, num = scan_sizes(eqn)
     consts, carry, xs = ins[:first], ins[first : first + num], ins[first + num :]
     inputs, closed = _Inputs(consts), eqn.params["jaxpr"]
@@ -201,7 +204,7 @@ def _scan(eqn: Any, ins: list) -> list:
     return [*carry, *ys]
 
 
-def _while(eqn: Any, ins: list) -> list:
+def _while(eqn: Eqn, ins: list) -> list:
     params = eqn.params
     num, more = params["cond_nconsts"], params["body_nconsts"]
     of_test, of_body, carry = ins[:num], ins[num : num + more], ins[num + more :]
@@ -275,7 +278,7 @@ class _Place:
         return x.at[jnp.ix_(*where)].set(part)
 
 
-def _places(eqn: Any, indices: list) -> list[_Place]:
+def _places(eqn: Eqn, indices: list) -> list[_Place]:
     """The places of an equation, each in the one before."""
     places = []
     for indexer in jtu.tree_unflatten(eqn.params["tree"], indices):

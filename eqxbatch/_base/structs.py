@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
+from .jaxpr_types import Aval
 from .trees import with_shapes_of_arrays
 from .versions import made_varying, varying
 
@@ -21,7 +22,7 @@ def vary(x: Array, names: frozenset) -> Array:
     return made_varying(x, tuple(missing)) if missing else x
 
 
-def full_varying_as(aval: Any, value: int | float) -> Array:
+def full_varying_as(aval: Aval, value: int | float) -> Array:
     """An array filled with a number, with the type of a struct."""
     return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
 

@@ -17,6 +17,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from .._base.jaxpr_types import Eqn, JaxprAndConsts
 from .._base.jaxprs import constants, inner_programs, programs_in
 from .._base.primitives import parameters
 
@@ -70,7 +71,7 @@ def add_array(sha: Any, x: Any) -> None:
     sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
-def digest_of_program(closed: Any) -> str:
+def digest_of_program(closed: JaxprAndConsts) -> str:
     """A digest of a program, and of what it closes over."""
     sha = hashlib.sha256()
     # Some equations are printed without the programs that they run.
@@ -84,7 +85,7 @@ def digest_of_program(closed: Any) -> str:
     return sha.hexdigest()
 
 
-def _programs_of_objects(closed: Any) -> Iterator[Any]:
+def _programs_of_objects(closed: JaxprAndConsts) -> Iterator[Any]:
     """The programs that objects among the parameters of equations have."""
     for eqn in closed.jaxpr.eqns:
         if parameters(eqn) is not eqn.params:
@@ -102,7 +103,7 @@ def _callbacks(programs: list) -> set[str]:
     }
 
 
-def _has_no_result(eqn: Any) -> bool:
+def _has_no_result(eqn: Eqn) -> bool:
     """Whether a callback prints, or raises an error of `equinox.error_if`."""
     if eqn.primitive.name.startswith("debug"):
         return True

@@ -14,7 +14,8 @@ from jaxtyping import Array, PyTree
 
 from .._base.backward import custom_backward
 from .._base.compile import calls_host
-from .._base.jaxprs import axis_names, equations_in, run_jaxpr
+from .._base.jaxpr_types import JaxprAndConsts
+from .._base.jaxprs import axis_names, run_jaxpr
 from .._base.mesh import is_on_mesh, vary_as
 from .._base.refs import without_refs
 from .._base.structs import array_structs, is_struct, with_arrays
@@ -149,7 +150,7 @@ def run_blocks(
     return slots.combine(results)
 
 
-def runs_once(closed: Any) -> bool:
+def runs_once(closed: JaxprAndConsts) -> bool:
     """Whether no example of a program may run twice.
 
     Effects would happen twice, and calls of the host are often the whole cost. A custom
@@ -157,7 +158,7 @@ def runs_once(closed: Any) -> bool:
     """
     if len(closed.effects) > len(axis_names(closed.jaxpr)):
         return True
-    if any(map(calls_host, equations_in(closed))):
+    if calls_host(closed):
         return True
     return not custom_backward(closed, [True for _ in closed.jaxpr.invars]).is_linear
 

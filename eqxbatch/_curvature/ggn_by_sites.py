@@ -25,6 +25,7 @@ from jax import lax
 from jaxtyping import Array, Inexact
 
 from .._base.dtypes import common_dtype, widened
+from .._base.jaxpr_types import Atom, Eqn, Jaxpr
 from .._base.jaxprs import callee
 from .._base.primitives import LINEAR_IN_ALL, name_of, with_trait
 from .._base.structs import full_varying_as
@@ -250,7 +251,7 @@ _ADDED = LINEAR_IN_ALL & with_trait("entries")
 _MULTIPLIED = frozenset(("mul", "div"))
 
 
-def _followed(jaxpr: Any, inputs: Sequence[int | None]) -> list[int | None]:
+def _followed(jaxpr: Jaxpr, inputs: Sequence[int | None]) -> list[int | None]:
     """The number that each output has, from those of the inputs.
 
     Values with the same number have the same entries, each with a factor of its own.
@@ -258,7 +259,7 @@ def _followed(jaxpr: Any, inputs: Sequence[int | None]) -> list[int | None]:
     """
     numbers = dict(safe_zip(jaxpr.invars, inputs))
 
-    def of(atom: Any) -> int | None:
+    def of(atom: Atom) -> int | None:
         return None if isinstance(atom, jex.Literal) else numbers.get(atom)
 
     for eqn in jaxpr.eqns:
@@ -275,7 +276,7 @@ def _followed(jaxpr: Any, inputs: Sequence[int | None]) -> list[int | None]:
     return [of(var) for var in jaxpr.outvars]
 
 
-def _keeps_entries(eqn: Any, depend: list[bool]) -> bool:
+def _keeps_entries(eqn: Eqn, depend: list[bool]) -> bool:
     """Whether an equation multiplies each entry of an input, and keeps their order.
 
     `depend` marks the inputs that depend on what is followed.

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, PyTree, Shaped
 from .._base.checks import match_prefix
 from .._base.cpu import with_mirror_image
 from .._base.dtypes import widened
+from .._base.jaxpr_types import Eqn
 from .._base.jaxprs import equations_in
 from .._base.platforms import platform
 from .._base.refs import without_refs
@@ -356,7 +357,7 @@ def compared_step(size: int) -> int:
     return next(i for i in itertools.count(step) if math.gcd(i, 2 * 3 * 5 * 7) == 1)
 
 
-def _rounding_of(eqn: Any) -> float:
+def _rounding_of(eqn: Eqn) -> float:
     """The relative rounding error of the results of an equation."""
     dtypes = [x.aval.dtype for x in eqn.outvars if hasattr(x.aval, "dtype")]
     dtypes = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]

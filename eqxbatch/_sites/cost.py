@@ -10,13 +10,14 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.extend.core as jex
 
 from .._base.compile import num_bytes
+from .._base.jaxpr_types import Eqn, Jaxpr
 from .._base.jaxprs import callee, inner_jaxprs
 from .._base.platforms import platform
 from .._base.primitives import name_of, PRODUCTS
@@ -97,7 +98,7 @@ def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
     return contraction_cost(contractions)
 
 
-def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
+def pushed_cost(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Cost:
     """The approximate cost of a jaxpr's derivative in directions of marked inputs."""
     dependent = set(itertools.compress(jaxpr.invars, inputs))
     total = Cost()
@@ -115,7 +116,7 @@ def pushed_cost(jaxpr: Any, inputs: Sequence[bool]) -> Cost:
     return total
 
 
-def _cost_of(eqn: Any) -> Cost:
+def _cost_of(eqn: Eqn) -> Cost:
     """The approximate cost of an equation: of matrix products, and of its writes."""
     name = name_of(eqn)
     # Some types have neither a shape nor a dtype.

@@ -10,7 +10,6 @@ only if each of its equations is known to be linear in the cotangents.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jax import lax
 
 from .._base.backward import along_inputs, needed_equations
 from .._base.dtypes import is_complex
+from .._base.jaxpr_types import Eqn, Jaxpr, JaxprAndConsts
 from .._base.jaxprs import callee, evaluate_with
 from .._base.mesh import has_explicit_axes
 from .._base.primitives import IDENTITIES, name_of, parameters
@@ -26,7 +26,7 @@ from .._base.versions import Closed
 
 
 def linearized(
-    jaxpr: Any, eqn: Any, moved: Sequence[int], outs: Sequence[int]
+    jaxpr: Jaxpr, eqn: Eqn, moved: Sequence[int], outs: Sequence[int]
 ) -> Closed | str:
     """The custom derivative of an equation, or the reason why there is none.
 
@@ -67,12 +67,12 @@ def linearized(
     return closed
 
 
-def _evaluate_needed(closed: Any, args: list) -> list:
+def _evaluate_needed(closed: JaxprAndConsts, args: list) -> list:
     jaxpr = closed.jaxpr.replace(eqns=needed_equations(closed.jaxpr))
     return evaluate_with(jaxpr, list(closed.consts), args, _to_transpose)
 
 
-def _to_transpose(_: int, eqn: Any) -> Callable[[list], list] | None:
+def _to_transpose(_: int, eqn: Eqn) -> Callable[[list], list] | None:
     """Replaces calls, identities, and the products of `jnp.outer`.
 
     Some of them have no transpose. The products would repeat factors.

@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from .._base.backward import unique_inputs
 from .._base.dtypes import is_complex
+from .._base.jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
 from .._base.jaxprs import (
     callee,
     literal,
@@ -64,7 +65,7 @@ class Equation:
 
     plan: "Plan"
     index: int
-    eqn: Any
+    eqn: Eqn
     live: list[bool]
     uses: collections.Counter
 
@@ -85,7 +86,7 @@ class Finder:
         self._num_loops = 0
 
     def plan(
-        self, jaxpr: Any, consts: Sequence[Any], inputs: Inputs, live: Sequence[bool]
+        self, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Inputs, live: Sequence[bool]
     ) -> "Plan":
         """The plan of a jaxpr, of which some outputs are differentiated."""
         plan = Plan(jaxpr, consts)
@@ -96,7 +97,7 @@ class Finder:
         for var, value in safe_zip(jaxpr.constvars, consts):
             shared[var] = Node.constant_of(var.aval, value)
 
-        def of(atom: Any) -> Node | None:
+        def of(atom: Atom) -> Node | None:
             if isinstance(atom, jex.Literal):
                 return Node.constant_of(atom.aval, literal(atom))
             return shared.get(atom)
@@ -178,7 +179,7 @@ class Finder:
         node.curved, node.coupled = _curved([x], node)
         return node
 
-    def _linear(self, eqn: Any, inputs: list[Node]) -> list[list[View]] | None:
+    def _linear(self, eqn: Eqn, inputs: list[Node]) -> list[list[View]] | None:
         """The views of each output, if the equation is linear in all its inputs."""
         results: list[list[View]] = [[] for _ in eqn.outvars]
         for position, x in enumerate(inputs):
@@ -328,7 +329,9 @@ class Finder:
                 for view in x.views
             ]
 
-    def call(self, equation: Equation, closed: Any, inputs: Inputs) -> Inputs:
+    def call(
+        self, equation: Equation, closed: JaxprAndConsts, inputs: Inputs
+    ) -> Inputs:
         inner = self.plan(closed.jaxpr, closed.consts, inputs, equation.live)
         equation.plan.follow_out(inner, equation.eqn.outvars)
         step = functools.partial(run_call, equation.eqn, inner)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._base.jaxpr_types import Atom, Eqn, Jaxpr
 from .._base.jaxprs import (
     as_called,
     as_remat,
@@ -43,7 +44,7 @@ Step = Callable[[list, list | None], Run]
 
 
 def perturbed(
-    eqn: Any,
+    eqn: Eqn,
     operands: list[Callable[[list], Array]],
     ins: list,
     perturbations: list | None,
@@ -57,14 +58,14 @@ def perturbed(
     return [out + perturbations[0]], values, []
 
 
-def run_call(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+def run_call(eqn: Eqn, plan: "Plan", ins: list, perturbations: list | None) -> Run:
     """Runs an equation that calls a jaxpr with sites in it."""
     run = lambda *args: plan.run([*args[:-1]], args[-1])
     run = as_remat(eqn, run, 1) if is_remat(eqn) else as_called(eqn, run)
     return run(*ins, perturbations)
 
 
-def run_scan(eqn: Any, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+def run_scan(eqn: Eqn, plan: "Plan", ins: list, perturbations: list | None) -> Run:
     """Runs a `scan` with sites in its body."""
     params = eqn.params
     num_consts, num_carry = scan_sizes(eqn)
@@ -131,8 +132,8 @@ class CustomDerivative:
     - `live`: the outputs whose tangents it returns.
     """
 
-    jaxpr: Any
-    eqn: Any
+    jaxpr: Jaxpr
+    eqn: Eqn
     plan: "Plan"
     numbers: list[int]
     tangents: list[Any]
@@ -183,7 +184,7 @@ class Plan:
     - `outs`: the outputs that are the same for all examples.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any]) -> None:
+    def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
         self.jaxpr, self.consts = jaxpr, list(consts)
         self.steps: dict[int, tuple[Step, int]] = {}
         self.sites: list[Site] = []
@@ -201,7 +202,7 @@ class Plan:
         perturbed: list = []
         remaining = iter(perturbations or ())
 
-        def replace(index: int, eqn: Any) -> Callable[[list], list] | None:
+        def replace(index: int, eqn: Eqn) -> Callable[[list], list] | None:
             if index not in self.steps:
                 return None
             step, num = self.steps[index]
@@ -221,7 +222,7 @@ class Plan:
         outs = evaluate_with(self.jaxpr, consts, args, replace)
         return outs, operands, perturbed
 
-    def follow(self, eqn: Any, uses: collections.Counter) -> None:
+    def follow(self, eqn: Eqn, uses: collections.Counter) -> None:
         """Follows a perturbed value through an equation that moves its axes.
 
         A value that is used more than once has more than one cotangent.
@@ -245,7 +246,7 @@ class Plan:
                 number = before.leaf + len(self.perturbations)
                 self.perturbed_by[out] = dataclasses.replace(before, leaf=number)
 
-    def perturbed_before(self, eqn: Any, rules: dict[int, Rule]) -> View | None:
+    def perturbed_before(self, eqn: Eqn, rules: dict[int, Rule]) -> View | None:
         """The summand of a parameter, if it is perturbed and as large as the sum."""
         name = eqn.primitive.name
         if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
@@ -254,7 +255,7 @@ class Plan:
         other, out = eqn.invars[1 - position], eqn.outvars[0]
         return self._perturbed(other) if other.aval.shape == out.aval.shape else None
 
-    def _perturbed(self, atom: Any) -> View | None:
+    def _perturbed(self, atom: Atom) -> View | None:
         return None if isinstance(atom, jex.Literal) else self.perturbed_by.get(atom)
 
     def include(

@@ -18,6 +18,7 @@ from jaxtyping import Array, Integer
 
 from .._base.cpu import patches
 from .._base.dtypes import is_complex
+from .._base.jaxpr_types import Eqn
 from .._base.jaxprs import literal
 from .._base.primitives import SUMS
 from .._base.ragged import groups_of_rows, product_with_groups, RaggedAxes
@@ -26,7 +27,7 @@ from .._base.trees import safe_zip
 from .site import AxisNames, leaf_rule, numbered, Rule, sizes_by_name
 
 
-def find_rule(eqn: Any, index: int) -> Rule | None:
+def find_rule(eqn: Eqn, index: int) -> Rule | None:
     """The rule for the input `index` of an equation; None if there is none."""
     name = eqn.primitive.name
     rule = _RULES[name](eqn, index) if name in _RULES else None
@@ -36,11 +37,11 @@ def find_rule(eqn: Any, index: int) -> Rule | None:
     return dataclasses.replace(rule, key=f"{name}[{index}]({avals}, {eqn.params})")
 
 
-def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [var.aval.shape for var in (*eqn.invars, *eqn.outvars)]
 
 
-def _binary_op(eqn: Any, index: int) -> Callable[[Array, Array], Array]:
+def _binary_op(eqn: Eqn, index: int) -> Callable[[Array, Array], Array]:
     def op(a: Array, w: Array) -> Array:
         ins = (w, a) if index == 0 else (a, w)
         return eqn.primitive.bind(*ins, **eqn.params)
@@ -48,7 +49,7 @@ def _binary_op(eqn: Any, index: int) -> Callable[[Array, Array], Array]:
     return op
 
 
-def _dot_general(eqn: Any, index: int) -> Rule:
+def _dot_general(eqn: Eqn, index: int) -> Rule:
     """A matrix product, with any contracted and batch axes.
 
     The axes of the inputs are `c` where they are contracted, `b` where both have them,
@@ -78,7 +79,7 @@ def _dot_general(eqn: Any, index: int) -> Rule:
     )
 
 
-def _elementwise(eqn: Any, index: int) -> Rule | None:
+def _elementwise(eqn: Eqn, index: int) -> Rule | None:
     """A sum, difference, product or quotient, entry by entry.
 
     The axes are `m`, or `one` where an input has size 1 and is broadcast.
@@ -114,7 +115,7 @@ def _elementwise(eqn: Any, index: int) -> Rule | None:
     return dataclasses.replace(rule, is_of_inverse=is_of_inverse)
 
 
-def _in_place(eqn: Any, index: int) -> Rule | None:
+def _in_place(eqn: Eqn, index: int) -> Rule | None:
     """A parameter that is put into a larger array at a fixed place.
 
     There is no operand: the gradient is the part of the cotangent at this place. For
@@ -139,7 +140,7 @@ def _in_place(eqn: Any, index: int) -> Rule | None:
     return dataclasses.replace(leaf_rule(aval.shape), kind=name, **changes)
 
 
-def _select(eqn: Any, index: int) -> Rule | None:
+def _select(eqn: Eqn, index: int) -> Rule | None:
     """Elementwise selection that depends on the example.
 
     The operand is 1 where the parameter is selected, and 0 elsewhere. For
@@ -163,7 +164,7 @@ def _select(eqn: Any, index: int) -> Rule | None:
     )
 
 
-def _convolution(eqn: Any, index: int) -> Rule | None:
+def _convolution(eqn: Eqn, index: int) -> Rule | None:
     """A convolution whose kernel is a parameter, as a product with patches.
 
     The axes are the `n` examples of the convolution itself, the groups `g`, inputs `i`
@@ -217,7 +218,7 @@ def _convolution(eqn: Any, index: int) -> Rule | None:
     )
 
 
-def _gather(eqn: Any, index: int) -> Rule | None:
+def _gather(eqn: Eqn, index: int) -> Rule | None:
     """Rows of a table, selected along one of its axes, as in an embedding.
 
     The operand has the tokens, and stands for one-hot vectors along the axis `v`. For a
@@ -276,7 +277,7 @@ def _gather(eqn: Any, index: int) -> Rule | None:
     )
 
 
-def _ragged_dot(eqn: Any, index: int) -> Rule | None:
+def _ragged_dot(eqn: Eqn, index: int) -> Rule | None:
     """The matrices of groups, as those of experts, each for the positions that meet it.
 
     No position meets more than one of them.
@@ -363,7 +364,7 @@ def _row_rule(
     )
 
 
-def _dynamic_slice(eqn: Any, index: int) -> Rule | None:
+def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
     """One row of a table, as in the embedding of a single token."""
     table = eqn.invars[0].aval.shape
     sizes = eqn.params["slice_sizes"]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._base.dtypes import is_complex
+from .._base.jaxpr_types import Aval, Eqn, Jaxpr
 from .._base.jaxprs import callee, inner_jaxprs, run_equation
 from .._base.modes import Derivative, derivative_of, pushed
 from .._base.primitives import (
@@ -78,17 +79,17 @@ class Node:
     order: int = dataclasses.field(init=False, default_factory=_ORDERS.__next__)
 
     @classmethod
-    def of(cls, aval: Any, varies: bool, **settings: Any) -> "Node":
+    def of(cls, aval: Aval, varies: bool, **settings: Any) -> "Node":
         """A node of this type that is computed from no other one."""
         return cls((), aval.shape, aval.dtype, varies, **settings)
 
     @classmethod
-    def constant_of(cls, aval: Any, value: Any) -> "Node":
+    def constant_of(cls, aval: Aval, value: Any) -> "Node":
         value = value if isinstance(value, jax.Array) else jnp.asarray(value)
         return cls.of(aval, False, constant=value)
 
     @classmethod
-    def tangent(cls, aval: Any, views: tuple["View", ...]) -> "Node":
+    def tangent(cls, aval: Aval, views: tuple["View", ...]) -> "Node":
         """A node that is linear in a leaf, so its derivatives may be taken at zero."""
         return cls.of(aval, True, run=lambda: [full_varying_as(aval, 0)], views=views)
 
@@ -117,7 +118,7 @@ class Node:
 
 
 def output_nodes(
-    jaxpr: Any, eqn: Any, inputs: tuple[Node, ...], outs: list
+    jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...], outs: list
 ) -> list[Node]:
     """Some of the outputs of an equation whose inputs are nodes."""
     loops = merged_loops(*(node.loops for node in inputs))
@@ -151,14 +152,14 @@ def _in_loops(
     return run
 
 
-def _is_reverse(eqn: Any) -> bool:
+def _is_reverse(eqn: Eqn) -> bool:
     if name_of(eqn).startswith("custom_vjp"):
         return True
     return any(_is_reverse(inner) for sub in inner_jaxprs(eqn) for inner in sub.eqns)
 
 
 def pushforward_of(
-    jaxpr: Any, eqn: Any, position: int, var: Any
+    jaxpr: Jaxpr, eqn: Eqn, position: int, var: Any
 ) -> Callable[..., Array] | None:
     """The derivative of the output `var` of an equation in one of its inputs.
 
@@ -182,7 +183,7 @@ def pushforward_of(
 
 
 def _bases(
-    jaxpr: Any, eqn: Any, inputs: tuple[Node, ...]
+    jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...]
 ) -> tuple[tuple[Node, ...], bool]:
     """The nodes in which an equation's outputs are elementwise, and if linearly so.
 
@@ -206,7 +207,7 @@ def _bases(
     return tuple(bases), is_linear and are_linear
 
 
-def _is_linear(eqn: Any, varying: list[bool]) -> bool:
+def _is_linear(eqn: Eqn, varying: list[bool]) -> bool:
     """Whether an equation is linear in all inputs that depend on leaves."""
     name = name_of(eqn)
     if name in LINEAR_IN_EACH:
@@ -216,13 +217,13 @@ def _is_linear(eqn: Any, varying: list[bool]) -> bool:
     return name in _JOINTLY_LINEAR or (name == "select_n" and not varying[0])
 
 
-def _is_real(eqn: Any) -> bool:
+def _is_real(eqn: Eqn) -> bool:
     """Whether all is real: complex functions may have no complex derivative."""
     atoms = (*eqn.invars, *eqn.outvars)
     return not any(is_complex(x.aval) for x in atoms)
 
 
-def _are_alike(eqn: Any, shape: tuple[int, ...]) -> bool:
+def _are_alike(eqn: Eqn, shape: tuple[int, ...]) -> bool:
     """Whether all inputs and outputs of an equation have one shape or are scalars."""
     outs = [var.aval.shape for var in eqn.outvars]
     ins = [atom.aval.shape for atom in eqn.invars]
@@ -231,7 +232,7 @@ def _are_alike(eqn: Any, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _has_elementwise_rule(jaxpr: Any, eqn: Any) -> bool:
+def _has_elementwise_rule(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     """Whether a function with custom derivatives is elementwise, up to second order.
 
     What counts are the derivatives, not the code of the function.
@@ -255,7 +256,7 @@ def _has_elementwise_rule(jaxpr: Any, eqn: Any) -> bool:
     return _is_elementwise(jax.make_jaxpr(second)().jaxpr, shape)
 
 
-def _is_elementwise(jaxpr: Any, shape: tuple[int, ...]) -> bool:
+def _is_elementwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
     if any(var.aval.shape not in (shape, ()) for var in jaxpr.constvars):
         return False
     for eqn in jaxpr.eqns:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._base.dtypes import is_complex
+from .._base.jaxpr_types import Aval, Eqn
 from .._base.jaxprs import literal
 from .._base.primitives import (
     SUMS,
@@ -236,7 +237,7 @@ def _mapped(
     return cut
 
 
-def leaf_view(index: int, aval: Any) -> View:
+def leaf_view(index: int, aval: Aval) -> View:
     """The leaf itself."""
     return View(index, aval, aval.shape, tuple(range(len(aval.shape))))
 
@@ -244,7 +245,7 @@ def leaf_view(index: int, aval: Any) -> View:
 Views = list[View | None]
 
 
-def extend_view(view: View, eqn: Any, index: int) -> Views | None:
+def extend_view(view: View, eqn: Eqn, index: int) -> Views | None:
     """The views after an equation, whose input with the given `index` is a view.
 
     There is one for each output of the equation, or None where the output is zero. None
@@ -264,7 +265,7 @@ class _Input:
     """A view as one input of an equation."""
 
     view: View
-    eqn: Any
+    eqn: Eqn
     index: int
 
     @property
@@ -388,7 +389,7 @@ def _placed(x: _Input, view: View, start: int, axis: int) -> View:
     return dataclasses.replace(view, shape=shape, place=Place(start, size, key, put))
 
 
-def _taken_back(view: View, eqn: Any) -> Views | None:
+def _taken_back(view: View, eqn: Eqn) -> Views | None:
     """Parts along axis 0 of an array in which a view has its place.
 
     None if a part has only some of the view.
