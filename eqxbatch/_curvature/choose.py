@@ -13,7 +13,9 @@ from .._base.compile import num_bytes
 from .._base.jaxprs import first_use
 from .._base.platforms import platform
 from .._base.trees import log
-from .._batch.loop import accumulated_sums
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
+from .._batch.sums import Sum
 from .._sites.cancel import unless_cancelled
 from .._sites.program import Program
 from .by_sites import AbstractSiteMatrix, cheapest, is_covered
@@ -132,12 +134,13 @@ class CurvatureBlocks:
         requested, axes = self.requested, self.curvature.axes
         if not axes:
             return matrix.sums(rows, axes, weights)
-        sums = lambda rows, weights: matrix.sums(rows, axes, weights)
+        sums = lambda rows: matrix.sums(rows.arrays, axes, rows.weights)
         total = rows[0].shape[axes[0]]
         sizes = (requested.num_bytes(x, matrix.leaves) for x in requested.pairs)
         most = max(sum(sizes) // 4, platform().factor_bytes)
         size = _even(total, max(1, min(total, most // max(matrix.bytes, 1))))
-        return accumulated_sums(sums, rows, axes, weights, size)
+        batch = Rows(rows, tuple(axes), total, weights=weights)
+        return accumulated(sums, batch, size, Sum())
 
     def _by_products(
         self,
