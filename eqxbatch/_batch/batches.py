@@ -168,7 +168,7 @@ def write_rows(
         writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
 
 
-def struct_of(x: PyTree) -> Any:
+def type_of_leaf(x: PyTree) -> Any:
     if not eqx.is_array(x):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)

@@ -162,15 +162,15 @@ class Block(eqx.Module):
             return jnp.zeros(shape, array.dtype)
         # In order, a block has rows of all devices; otherwise, a share of each of them.
         if self.in_order:
-            return _sliced(whole_rows(array, axis), self.start, self.size, axis)
+            return _block_of_rows(whole_rows(array, axis), self.start, self.size, axis)
         if not are_split(array, axis, self.parts):
-            return _sliced(array, self.start, self.size, axis)
+            return _block_of_rows(array, self.start, self.size, axis)
         array = split_parts(array, axis, self.parts)
         start, size = self.start // self.parts, self.size // self.parts
-        return merge_parts(_sliced(array, start, size, axis + 1), axis)
+        return merge_parts(_block_of_rows(array, start, size, axis + 1), axis)
 
 
-def _sliced(
+def _block_of_rows(
     array: Shaped[Array, "..."], start: int | Int[Array, ""], size: int, axis: int
 ) -> Shaped[Array, "..."]:
     if isinstance(start, int):

@@ -192,7 +192,7 @@ def all_count_new(accumulators: PyTree) -> bool:
     return all(vars(cls).get("counts_new", False) for cls in classes)
 
 
-def settings_of(accumulated: eqx.Module) -> dict[str, PyTree]:
+def accumulators_of(accumulated: eqx.Module) -> dict[str, PyTree]:
     """The fields of a transform that are accumulators, whatever their names are.
 
     Accumulators in its functions are those of other transforms.

@@ -32,7 +32,7 @@ from .batches import (
     naming_batch,
     put_on_devices,
     Slices,
-    struct_of,
+    type_of_leaf,
     write_rows,
 )
 from .fingerprint import digest, fingerprint
@@ -51,7 +51,7 @@ from .stream_state import (
     applied,
     begun,
     check_state,
-    finished,
+    finished_stream,
     first_leaf,
     reductions_of,
     RowsOfBatches,
@@ -240,7 +240,7 @@ class OverBatches(AbstractTransform):
             )
         batch = self._moved(batch)
         # Only types matter, so the program that begins the passes reads no batch.
-        leaves, treedef = jtu.tree_flatten(jtu.tree_map(struct_of, batch))
+        leaves, treedef = jtu.tree_flatten(jtu.tree_map(type_of_leaf, batch))
         args = tuple(leading), batch
         arrays = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
         mesh = next((x.sharding.mesh for x in arrays if is_explicit(x)), None)
@@ -341,7 +341,7 @@ class OverBatches(AbstractTransform):
         return with_shapes_of_arrays(jtu.tree_map(place, result))
 
     def _finished(self, state: StreamState, leading: Arguments) -> Any:
-        return finished(self._transform, tuple(leading), state, self.weighted)
+        return finished_stream(self._transform, tuple(leading), state, self.weighted)
 
     def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         *leading, batches = args

@@ -19,7 +19,7 @@ from .._base.types import check_types
 from .accumulators import AbstractAccumulator, Concat
 from .arguments import Arguments
 from .passes import of_passes, Pass, Passes
-from .slots import canonicalise, is_accumulator, settings_of
+from .slots import accumulators_of, canonicalise, is_accumulator
 from .sums import AbstractTotal
 from .transform import (
     AbstractTransform,
@@ -65,7 +65,7 @@ def first_leaf(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
 
 def reductions_of(transform: AbstractTransform) -> list[AbstractAccumulator]:
     """The accumulators of a transform that do not join rows."""
-    trees = settings_of(transform)
+    trees = accumulators_of(transform)
     leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
     return [x for x in leaves if x is not None and not isinstance(x, Concat)]
 
@@ -81,7 +81,7 @@ def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform
 
     changes = {
         name: jtu.tree_map(replaced, value, is_leaf=is_accumulator)
-        for name, value in settings_of(transform).items()
+        for name, value in accumulators_of(transform).items()
     }
     return dataclasses.replace(transform, **changes)
 
@@ -152,7 +152,7 @@ class RowsOfBatches:
 
 
 @compiled
-def finished(
+def finished_stream(
     transform: AbstractTransform,
     leading: Arguments,
     state: StreamState,

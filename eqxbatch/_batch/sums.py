@@ -200,7 +200,7 @@ class Sum(AbstractTotal):
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> Total:
         check_weights("Sum", self.weights, block.total)
-        total, dtype = _summand("Sum", values, self.dtype, self.weights, inexact=False)
+        total, dtype = _to_add("Sum", values, self.dtype, self.weights, inexact=False)
         return Total(_sum_of_rows(total, self.weights, block), None, dtype)
 
     def whole(self, value: PyTree, block: Block) -> Total:
@@ -210,7 +210,7 @@ class Sum(AbstractTotal):
                 "result for a whole microbatch. Pass the weights to `fun` as a batched "
                 "argument, and return the weighted sum."
             )
-        total, dtype = _summand("Sum", value, self.dtype, None, inexact=False)
+        total, dtype = _to_add("Sum", value, self.dtype, None, inexact=False)
         return Total(total, None, dtype)
 
 
@@ -278,12 +278,12 @@ class Mean(AbstractTotal):
         if self.running:
             whole = self.whole(values, block)
             return dataclasses.replace(whole, mean=_mean(whole.mean, block))
-        total, dtype = _summand("Mean", values, self.dtype, self.weights, inexact=True)
+        total, dtype = _to_add("Mean", values, self.dtype, self.weights, inexact=True)
         weight = block_weight(total.dtype, self.weights, block)
         return Total(_sum_of_rows(total, self.weights, block), weight, dtype)
 
     def whole(self, value: PyTree, block: Block) -> Any:
-        mean, dtype = _summand("Mean", value, self.dtype, self.weights, inexact=True)
+        mean, dtype = _to_add("Mean", value, self.dtype, self.weights, inexact=True)
         if self.running:
             return VarianceState(mean, None, block.num_new, None, dtype)
         weight = block_weight(mean.dtype, self.weights, block)
@@ -371,7 +371,7 @@ class Variance(AbstractSummary[VarianceState]):
         return VarianceState(mean, squares, whole.count, whole.count, whole.dtype)
 
     def whole(self, value: PyTree, block: Block) -> VarianceState:
-        mean, dtype = _summand("Variance", value, self.dtype, None, inexact=True)
+        mean, dtype = _to_add("Variance", value, self.dtype, None, inexact=True)
         count = block.num_new
         return VarianceState(
             mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
@@ -386,7 +386,7 @@ class OfTotals(AbstractSummary[Total]):
     def whole(self, value: PyTree, block: Block) -> Total:
         accumulator = self.accumulator
         name, weights = type(accumulator).__name__, accumulator.weights
-        wide, dtype = _summand(name, value, accumulator.dtype, None, inexact=True)
+        wide, dtype = _to_add(name, value, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
             return Total(wide, None, dtype)
         return Total(wide, block_weight(wide.dtype, weights, block), dtype)
@@ -405,7 +405,7 @@ class _Widened(NamedTuple):
     dtype: Dtype
 
 
-def _summand(
+def _to_add(
     name: str,
     value: Array,
     requested: DTypeLike | None,
