@@ -25,6 +25,7 @@ from .._base.ragged import groups_of_rows, product_with_groups, RaggedAxes
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .site import AxisNames, leaf_rule, numbered, Rule, sizes_by_name
+from .views import Values
 
 
 def find_rule(eqn: Eqn, index: int) -> Rule | None:
@@ -151,7 +152,7 @@ def _select(eqn: Eqn, index: int) -> Rule | None:
     which, out = eqn.invars[0].aval, eqn.outvars[0].aval
     rule = leaf_rule(out.shape)
 
-    def operand(ins: list) -> Array:
+    def operand(ins: Values) -> Array:
         case = ins[0].astype(jnp.int32)
         return (case == index - 1).astype(out.dtype)
 
@@ -164,7 +165,7 @@ def _select(eqn: Eqn, index: int) -> Rule | None:
     )
 
 
-def _convolution(eqn: Eqn, index: int) -> Rule | None:
+def _convolved_kernel(eqn: Eqn, index: int) -> Rule | None:
     """A convolution whose kernel is a parameter, as a product with patches.
 
     The axes are the `n` examples of the convolution itself, the groups `g`, inputs `i`
@@ -241,8 +242,8 @@ def _gather(eqn: Eqn, index: int) -> Rule | None:
     column = numbers.start_index_map.index(token)
     token_size = table[token]
 
-    def operand(ins: list) -> Integer[Array, "..."]:
-        return _rows(ins[1][..., column], token_size, drops=is_dropping)
+    def operand(ins: Values) -> Integer[Array, "..."]:
+        return _selected_rows(ins[1][..., column], token_size, drops=is_dropping)
 
     def op(tokens: Array, w: Array) -> Array:
         # If only one axis is indexed, the others start at zero.
@@ -330,7 +331,7 @@ def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
     return chosen[0] if chosen[0] in index_map else None
 
 
-def _rows(
+def _selected_rows(
     tokens: Integer[Array, "..."], num_rows: int, *, drops: bool
 ) -> Integer[Array, "..."]:
     """The rows that tokens of any dtype select; `num_rows` stands for no row.
@@ -375,8 +376,8 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
         return None
     (token,) = chosen
 
-    def operand(ins: list) -> Integer[Array, ""]:
-        return _rows(ins[1 + token], table[token], drops=False)
+    def operand(ins: Values) -> Integer[Array, ""]:
+        return _selected_rows(ins[1 + token], table[token], drops=False)
 
     def op(row: Array, w: Array) -> Array:
         return lax.dynamic_slice_in_dim(w, row, 1, token)
@@ -386,7 +387,7 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
 
 _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
+    "conv_general_dilated": _convolved_kernel,
     "mul": _elementwise,
     "div": _elementwise,
     **dict.fromkeys(SUMS, _elementwise),

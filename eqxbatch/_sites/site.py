@@ -24,7 +24,7 @@ If a condition is not known to hold, the leaf uses the gradient, or products.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -343,10 +343,11 @@ def is_outer_product(sites: Sequence[Site]) -> bool:
 
 def _same_isometry(site: Site, other: Site) -> bool:
     """Whether two views are the same, with a transpose that keeps inner products."""
-    return site.view.is_isometry and _identity(site) == _identity(other)
+    return site.view.is_isometry and _kind_of_view(site) == _kind_of_view(other)
 
 
-def _identity(site: Site) -> tuple:
+def _kind_of_view(site: Site) -> Hashable:
+    """A key that is equal for two sites that have the same view."""
     shape = tuple(site.sizes[name] for name in site.w_axes)
     view = site.view
     parts = tuple((steps.start, steps.length) for steps in view.loops)

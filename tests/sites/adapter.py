@@ -25,9 +25,9 @@ from eqxbatch._curvature import by_sites, choose, functions
 from eqxbatch._curvature.pytree import by_pairs, RequestedBlocks
 from eqxbatch._gradients.gradients_by_sites import SiteGradients
 from eqxbatch._ntk import example_factors, pairings
-from eqxbatch._sites import cancel, cost, factors, finder, gram, site
+from eqxbatch._sites import cancel, cost, factors, finder, formed, gram, site
 from eqxbatch._sites.axes import Axis, EXAMPLE, OTHER_EXAMPLE, Role
-from eqxbatch._sites.program import Program
+from eqxbatch._sites.program import Directions, Program, Seeds
 from eqxbatch._sites.table import SiteTable
 
 
@@ -161,22 +161,24 @@ class Sites:
         which is a vector.
         """
 
-        def of_one(rows: list) -> tuple:
-            (out, *_), operands, pullback = self._program.linearize(leaves, rows, 1)
-            pull = lambda seed: pullback([seed])
-            pulled = None
-            if with_jacobians:
-                pulled = jax.vmap(pull)(jnp.eye(out.size, dtype=out.dtype))
-            return out, operands, pull(cotangent(out)), pulled
+        def only(seed: Array, outs: list[Array]) -> Seeds:
+            return Seeds([seed, *(None for _ in outs[1:])])
 
-        out, operands, pulled, of_outputs = jax.vmap(of_one)([*rows])
-        settings = {"num": rows[0].shape[0], "values": self._program.values(leaves)}
-        sides = []
+        one = lambda outs, _: only(cotangent(outs[0]), outs)
+        directions = [Directions(one)]
         if with_jacobians:
-            sides = [
-                factors.Factors(operands, of_outputs, (axis,), **settings)
-                for axis in _OUTPUTS
-            ]
+            every = lambda outs, _: only(
+                jnp.eye(outs[0].size, dtype=outs[0].dtype), outs
+            )
+            directions.append(Directions(every, _OUTPUTS[:1]))
+        of_one = lambda rows: self._program.of_example(rows, directions, leaves)
+        (out, *_), operands, ((pulled, _), *of_outputs) = jax.vmap(of_one)([*rows])
+        settings = {"num": rows[0].shape[0], "values": self._program.values(leaves)}
+        sides = [
+            factors.Factors(operands, cotangents, (axis,), **settings)
+            for cotangents, _ in of_outputs
+            for axis in _OUTPUTS
+        ]
         return Examples(
             self, leaves, out, factors.Factors(operands, pulled, **settings), sides
         )
@@ -198,13 +200,13 @@ class Examples:
         return gram.OfLeaf(table.of(leaf), of, table.leaves[leaf])
 
     def gradients(self, leaf: int) -> Array:
-        return factors.gradients(*self._of(leaf))
+        return formed.gradients(*self._of(leaf))
 
     def jacobians(self, leaf: int) -> Array:
-        return factors.gradients(*self._of(leaf, self._sides[0]))
+        return formed.gradients(*self._of(leaf, self._sides[0]))
 
     def weighted_sum(self, leaf: int, weights: Array) -> Array:
-        return factors.weighted_sum(*self._of(leaf), weights)
+        return formed.weighted_sum(*self._of(leaf), weights)
 
     def squared_norms(self, leaf: int) -> list[Array]:
         return cancel.squared_norms([self._of(leaf)])
@@ -220,7 +222,7 @@ class Examples:
 
     def inner_products(self, leaf: int, direction: Array) -> Array:
         of_leaf = self._of(leaf)
-        return factors.inner_products(of_leaf.sites, of_leaf.factors, direction)
+        return formed.inner_products(of_leaf.sites, of_leaf.factors, direction)
 
     def kernel(self, leaf: int) -> Array:
         """The inner products of all gradients."""
