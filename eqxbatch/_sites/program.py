@@ -40,7 +40,7 @@ class Seeds(NamedTuple):
     - `curve`: the curvature between these directions, if there is one.
     """
 
-    cotangents: Sequence[Array | None]
+    cotangents: Sequence[Any]
     curve: Array | None = None
 
 
