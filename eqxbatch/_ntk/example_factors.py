@@ -123,6 +123,7 @@ class ExampleFactors:
         blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
         Jacobians are kept as its coordinates.
         """
+        # Without outputs, only values are kept, and no leaf needs sites.
         program = Program(
             traced,
             use_rules=use_rules,
@@ -213,6 +214,7 @@ class ExampleFactors:
         # The sites of leaves whose factors are kept, for each output.
         by_output: list[list[Site]] = []
         for which, formed in enumerate(self.formed):
+            # Whether terms cancel is asked where they are still known: not in tiles.
             factors = self.factors(whole, which)
             jacobians.append({i: of_leaf(table, factors, i).jacobian() for i in formed})
             as_they_are = [i for i in used if i not in formed]

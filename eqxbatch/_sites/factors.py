@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from .._base.dtypes import widened
 from .._base.structs import full_varying_as
-from .axes import Axes, Axis, EXAMPLE, Named
+from .axes import Axes, Axis, EXAMPLE, Named, Shape
 from .contract import aligned
 from .site import axes_of, AxisNames, has_named_axes, Site
 
@@ -49,7 +49,7 @@ class Factor:
         """Another array with the same examples."""
         return Factor(array, self.has_examples)
 
-    def shape_of_one(self, num: int | None = None) -> tuple[int, ...]:
+    def shape_of_one(self, num: int | None = None) -> Shape:
         """The shape for one example, or the first `num` sizes of it."""
         return self.array.shape[self.has_examples :][:num]
 
@@ -142,10 +142,12 @@ class Factors:
             self.num = next((x.shape[0] for x in arrays if x is not None), None)
 
     def __repr__(self) -> str:
-        numbers = f"{len(self.operands)} operands, {len(self.cotangents)} cotangents"
+        count = lambda name, x: f"{len(x)} {name}{'s' * (len(x) != 1)}"
+        of_sites = count("operand", self.operands), count("cotangent", self.cotangents)
         along = f" along {', '.join(map(repr, self.outputs))}" if self.outputs else ""
-        formed = f", {len(self.jacobians)} Jacobians" if self.jacobians else ""
-        return f"<factors of {self.num} examples: {numbers}{formed}{along}>"
+        formed = [count("Jacobian", self.jacobians)] if self.jacobians else []
+        present = ", ".join([*of_sites, *formed])
+        return f"<factors of {self.num} examples: {present}{along}>"
 
     @property
     def present(self) -> list[Factor]:
@@ -223,6 +225,7 @@ class Factors:
         - `example`: the axis of the examples.
         - `by_name`: the axes of the site, if they are not those of `axes_of`.
         """
+        # Names say which axes of two sites are the same when terms are contracted.
         names = axes_of(site, side) if by_name is None else by_name
         a, d, which = self.of(site)
 
@@ -231,6 +234,7 @@ class Factors:
             axes = (*lead, *outputs, *(names[name] for name in of_site))
             return Named(factor.array, axes)
 
+        # Sums over positions in half precision would lose digits.
         d = d.vmap(site.arrange, len(self.outputs))
         d = d.of(widened(d.array))
         cotangent = named(d, self.outputs, site.d_axes)

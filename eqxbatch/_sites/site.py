@@ -32,7 +32,7 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.trees import safe_zip
-from .axes import Axis, Role
+from .axes import Axis, Role, Shape
 from .values import Node
 from .views import leaf_view, Loop, Steps, View
 
@@ -167,7 +167,7 @@ class Site:
         return dataclasses.replace(self, loops=(steps, *self.loops))
 
     @property
-    def view_shape(self) -> tuple[int, ...]:
+    def view_shape(self) -> Shape:
         """The shape of the view at all steps in which it differs."""
         steps = (loop.length for loop in self.loops if loop.is_sliced)
         return (*steps, *self.view.shape)

@@ -25,6 +25,7 @@ from .._base.primitives import (
     unknown_parameters,
 )
 from .._base.trees import safe_zip
+from .axes import Shape
 
 
 # Values of a program: arrays, keys and numbers, or only their types; None for one that
@@ -282,7 +283,7 @@ class _Input:
         return self.eqn.primitive.name
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the first output."""
         return self.eqn.outvars[0].aval.shape
 

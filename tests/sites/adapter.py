@@ -44,7 +44,7 @@ from eqxbatch._sites import (
     site,
 )
 from eqxbatch._sites.axes import Axis, EXAMPLE, OTHER_EXAMPLE, Role
-from eqxbatch._sites.program import Directions, Program, Seeds
+from eqxbatch._sites.program import Directions, OF_LOSS, Program, Seeds
 from eqxbatch._sites.table import SiteTable
 
 
@@ -467,6 +467,21 @@ def reason_without_mode(mode: Literal["forward", "reverse"], *args: Any) -> str 
 def digest_of(closed: Any) -> Any:
     """What tells programs apart that stored kernels are computed by."""
     return digest_of_program(closed)
+
+
+def printed(fun: Callable, leaves: list, rows: list) -> dict[str, str]:
+    """How a program of `fun(leaves, row)`, its first site and its factors print."""
+    program = Program(TracedFunction(fun, leaves, rows, [0 for _ in rows]))
+    found, *_ = program.table.sites
+    of_rows = program.factors(rows, [0 for _ in rows], OF_LOSS)
+    return {
+        "program": repr(program),
+        "site": repr(found),
+        "view": repr(found.view),
+        "rule": repr(found.rule),
+        "factors": repr(of_rows),
+        "term": repr(of_rows.terms(found).cotangent),
+    }
 
 
 # Sites of one equation, with random factors.

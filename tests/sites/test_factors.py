@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from .adapter import close_to, RandomSites
+from .adapter import close_to, printed, RandomSites
 
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -204,3 +204,24 @@ def test_exact_sum_of_a_leaf_without_factors():
     weights = np.random.default_rng(10).uniform(size=NUM)
     (got,) = jax.jit(lambda: drawn.kronecker(weights))()
     close_to(got, np.einsum("n,noi,noj->ij", weights, jacobian, jacobian))
+
+
+def test_programs_print_as_a_person_describes_them():
+    def fun(leaves, rows):
+        weight, bias = leaves
+        return jnp.sum(jnp.tanh(rows[0] @ (2 * weight.T)) + bias)
+
+    text = printed(fun, [jnp.ones((3, 2)), jnp.ones(3)], [jnp.ones((5, 2))])
+    view = "leaf 0 > transpose > mul (2, 3) scaled by 2"
+    rule = "dot_general: a(c0) d(r1) -> w(c0, r1)"
+    site = f"<{view} in {rule}; d = cotangent 0, a = operand 0>"
+    bias = "<leaf 1 (3,) in add: d(m0) -> w(m0); d = cotangent 1>"
+    assert text == {
+        "program": "Program with the sites\n"
+        f"leaf 0 (3, 2): [{site}]\nleaf 1 (3,): [{bias}]",
+        "site": site,
+        "view": view,
+        "rule": rule,
+        "factors": "<factors of 5 examples: 1 operand, 2 cotangents>",
+        "term": "<array of shape (5, 3) along EXAMPLE 0 of side 0, LEAF 0>",
+    }
