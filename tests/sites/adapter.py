@@ -487,6 +487,7 @@ def printed(fun: Callable, leaves: list, rows: list) -> dict[str, str]:
 # Sites of one equation, with random factors.
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RandomUse:
     """The factors of one site, with examples first; the cotangents have outputs next.
@@ -568,6 +569,9 @@ class RandomSites:
         return Drawn(self._table, uses)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["uses"], meta_fields=["_table"]
+)
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """Random factors of the sites of one leaf, and their contractions."""
