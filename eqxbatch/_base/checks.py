@@ -6,14 +6,11 @@ in calls have messages of their own.
 """
 
 import difflib
-import functools
 import inspect
-import itertools
 import operator
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -25,7 +22,7 @@ from jaxtyping import PyTree
 from .trees import described, shown
 
 
-def check_one_of(name: str, value: Any, options: Sequence[Any]) -> None:
+def check_one_of(name: str, value: object, options: Sequence[Any]) -> None:
     """Raises `ValueError` if a value is none of several."""
     if not any(type(x) is type(value) and x == value for x in options):
         raise ValueError(f"`{name}` must be one of {tuple(options)}; got {value!r}.")
@@ -38,7 +35,7 @@ def check_at_least(name: str, value: Any, least: int | float, remedy: str = "") 
         raise ValueError(message.rstrip())
 
 
-def check_callable(name: str, value: Any, what: str = "callable") -> None:
+def check_callable(name: str, value: object, what: str = "callable") -> None:
     """Raises `TypeError` if a value cannot be called."""
     if not callable(value):
         raise TypeError(f"`{name}` must be {what}; got {described(value)}.")
@@ -52,14 +49,14 @@ def check_exclusive(remedy: str, **settings: Any) -> None:
         raise ValueError(f"{listed} exclude each other. {remedy}")
 
 
-def check_equal(what: str, value: Any, expected: Any, remedy: str = "") -> None:
+def check_equal(what: str, value: object, expected: object, remedy: str = "") -> None:
     """Raises `ValueError` for shapes, structures or types that must agree."""
     if value != expected:
         message = f"{what} must be {expected}; got {value}. {remedy}"
         raise ValueError(message.rstrip())
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: object) -> bool:
     return x is None
 
 
@@ -113,90 +110,6 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-# A function that is made anew now and then is no mistake.
-_MOST_NEW = 2
-
-
-# The most programs that are known at a time.
-_MOST_PROGRAMS = 1000
-
-
-# The objects that each program was compiled for, functions first, by the hash of all
-# that it depends on.
-_COMPILED: dict[int, list[list[weakref.ref]]] = {}
-
-
-def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
-    """Warns if a program was compiled again only because functions in it are new ones.
-
-    Their code and closures are those of functions for which it was compiled before,
-    and so is all else in `static`, and `others`.
-    """
-    functions = [x for x in static if isinstance(x, _FUNCTIONS)]
-    objects = [*map(weakref.ref, functions)]
-    content = _content((*static,), objects)
-    known = _COMPILED.setdefault(hash((content, others)), [])
-    # Another object can be where one was that is gone.
-    known[:] = [refs for refs in known if all(ref() is not None for ref in refs)]
-    new = functions
-    for refs in known:
-        new = [x for x, ref in zip(functions, refs, strict=False) if ref() is not x]
-        if not new:
-            return
-    known.append(objects)
-    if len(_COMPILED) > _MOST_PROGRAMS:
-        _COMPILED.pop(next(iter(_COMPILED)))
-    if new and len(known) == _MOST_NEW + 1:
-        fun = new[0]
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        warn_user(
-            f"The same program was compiled {len(known)} times, because `{name}` is a "
-            "new function each time, with the same code and the same values around "
-            "it. Define it once, outside of the loop or function that makes it, and "
-            "pass values that change as arguments."
-        )
-
-
-_FUNCTIONS = (types.FunctionType, functools.partial)
-
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, types.NoneType)
-
-
-_UNKNOWN = itertools.count()
-
-
-def _content(x: Any, objects: list[weakref.ref], around: tuple = ()) -> Hashable:
-    """What tells functions apart that compute different things, and constants.
-
-    Objects that it identifies are appended, because others can take their place later.
-    `around` are the functions with `x` in their closures.
-    """
-    content = functools.partial(_content, objects=objects, around=(*around, x))
-    if isinstance(x, tuple):
-        return tuple(map(content, x))
-    if isinstance(x, _CONSTANTS):
-        return type(x), repr(x)
-    for level, function in enumerate(around):
-        if x is function:
-            return "recursive", level
-    if isinstance(x, functools.partial):
-        return content(x.func), content(x.args), content((*x.keywords.items(),))
-    if isinstance(x, types.FunctionType):
-        # The cell of a name that has no value yet is empty.
-        cells = [cell for cell in x.__closure__ or () if cell != types.CellType()]
-        values = (*(cell.cell_contents for cell in cells),)
-        defaults = x.__defaults__, (*(x.__kwdefaults__ or {}).items(),)
-        return id(x.__code__), id(x.__globals__), content(values), content(defaults)
-    try:
-        objects.append(weakref.ref(x))
-    except TypeError:  # A list may have changed.
-        return next(_UNKNOWN)
-    return id(x)
-
-
 # Modules between the call of a transform and the user's function.
 _LAYERS = ("eqxbatch.", "equinox._jit", "equinox._module")
 
@@ -219,14 +132,14 @@ def without_layers(trace: types.TracebackType | None) -> types.TracebackType | N
 NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
 
 
-def has_numbers(x: Any) -> bool:
+def has_numbers(x: object) -> bool:
     """Whether `x` is a (possibly nested) list or tuple of numbers only."""
     leaves = jtu.tree_leaves(x)
     is_number = lambda leaf: isinstance(leaf, (int, float, complex))
     return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
 
 
-def is_one_key(x: Any) -> bool:
+def is_one_key(x: object) -> bool:
     """Whether `x` looks like a single PRNG key, typed or not."""
     if not isinstance(x, jax.Array):
         return False
@@ -255,7 +168,10 @@ _NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
 
 
 def bound_arguments(
-    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """The arguments of a call, by the names of the parameters.
 
@@ -269,7 +185,10 @@ def bound_arguments(
 
 
 def _wrong_arguments(
-    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> str | None:
     parameters = {
         key: parameter
@@ -277,6 +196,7 @@ def _wrong_arguments(
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     names = [key for key in parameters if key != "self"]
+    # A misspelt name comes first, because it also makes another argument missing.
     for key in kwargs:
         if key not in parameters:
             return (
@@ -288,6 +208,7 @@ def _wrong_arguments(
         for key, parameter in parameters.items()
         if parameter.kind is not parameter.KEYWORD_ONLY
     ]
+    # A size by position is the most common of these mistakes.
     if len(args) > len(positional):
         extra = args[len(positional)]
         first = [f"`{key}`" for key in positional if key != "self"]
@@ -325,7 +246,7 @@ def hidden_module(x: Any) -> eqx.Module | None:
     return x if isinstance(x, eqx.Module) and has_arrays else None
 
 
-def no_arrays_remedy(x: Any) -> str:
+def no_arrays_remedy(x: object) -> str:
     """A remedy for an argument without arrays; empty if the mistake is not common."""
     module = hidden_module(x)
     if module is not None and module is not x:
@@ -349,7 +270,7 @@ def no_arrays_remedy(x: Any) -> str:
     return ""
 
 
-def check_unjitted(fun: Any) -> None:
+def check_unjitted(fun: object) -> None:
     """Raises for `jax.jit(module)`, which JAX cannot call: it has no hash."""
     module = hidden_module(fun)
     if module is None or module is fun or not hasattr(fun, "lower"):
@@ -362,7 +283,9 @@ def check_unjitted(fun: Any) -> None:
     )
 
 
-def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -> Any:
+def called(
+    fun: Callable, args: tuple[object, ...], kwargs: dict[str, Any], what: str = "`fun`"
+) -> Any:
     """Calls a user's function, which is `what` in messages.
 
     Adds a note to the error if it takes other arguments, or if it is a `jax.jit`
@@ -388,7 +311,7 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -
         raise
 
 
-def _takes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _takes(fun: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except (TypeError, ValueError):
