@@ -163,6 +163,17 @@ def key_remedy(name: str, num: int | None) -> str:
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
 
 
+# Settings that other functions have.
+_ELSEWHERE = {
+    "progress": "For a progress bar, pass all examples to "
+    "`eqxbatch.over_batches(transform, batch_size=..., progress=True)`. ",
+    "store": "To store results for each example, pass all examples to "
+    "`eqxbatch.over_batches(transform, batch_size=..., store=...)`. ",
+    "weights": "Weights of examples belong to the accumulator, as in "
+    "`accumulator=eqxbatch.Mean(weights=...)`. ",
+}
+
+
 # What `neural_tangents` calls settings.
 _NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
 
@@ -232,6 +243,8 @@ def _wrong_arguments(
 def _meant(key: str, names: list[str]) -> str:
     """The argument that was probably meant by an unknown one."""
     key = _NAMESAKES.get(key, key)
+    if key in _ELSEWHERE and ("microbatch_size" in names or "in_axes" in names):
+        return _ELSEWHERE[key]
     names_alike = difflib.get_close_matches(key, names, 1)
     if "size" in key or key in ("batch", "chunk"):
         names_alike = [other for other in _SIZES if other in names][:1] or names_alike
@@ -255,6 +268,10 @@ def no_arrays_remedy(x: object) -> str:
             f" It is a {name} in `jax.jit`, `jax.vmap` or `jax.pmap`, which hides the "
             f"arrays of the {name}: give the {name} itself. eqxbatch compiles it."
         )
+    if inspect.ismethod(x) and unseen_arrays(x.__self__):
+        return f" It is a method of {unseen_arrays(x.__self__)}"
+    if unseen_arrays(x):
+        return f" It is {unseen_arrays(x)}"
     if inspect.isroutine(x):
         return (
             " It is a function, and the arrays of a module that it calls are constants "
@@ -268,6 +285,43 @@ def no_arrays_remedy(x: object) -> str:
             "`jax.tree.map(jax.numpy.asarray, ...)`."
         )
     return ""
+
+
+def unseen_arrays(x: object) -> str:
+    """What and why an object is in which JAX sees no arrays, and the remedy.
+
+    Empty for any other object.
+    """
+    has_arrays = lambda value: any(map(eqx.is_array, jtu.tree_leaves(value)))
+    if isinstance(x, type) or not jtu.all_leaves([x]):
+        return ""
+    names = [
+        name for name, value in getattr(x, "__dict__", {}).items() if has_arrays(value)
+    ]
+    if not names:
+        return ""
+    return (
+        f"a {type(x).__name__}, which is no PyTree: JAX does not see the arrays in "
+        f"its `{names[0]}`. Make the class an `equinox.Module`, or pass what has the "
+        f"arrays as an argument, such as `.{names[0]}`."
+    )
+
+
+def unhashable(static: Sequence[Any]) -> TypeError | None:
+    """The error for an argument that is no array and has no hash, if there is one."""
+    for x in static:
+        try:
+            hash(x)
+        except TypeError:
+            remedy = unseen_arrays(x) or (
+                f"a {type(x).__name__}, which is neither an array nor a PyTree. Make "
+                "an array or an `equinox.Module` of it, or give its class a hash."
+            )
+            return TypeError(
+                "What is no array is a constant of the compiled program, and must have "
+                f"a hash. One argument is {remedy}"
+            )
+    return None
 
 
 def check_unjitted(fun: object) -> None:
@@ -284,16 +338,21 @@ def check_unjitted(fun: object) -> None:
 
 
 def called(
-    fun: Callable, args: tuple[object, ...], kwargs: dict[str, Any], what: str = "`fun`"
+    fun: Callable,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
+    what: str = "`fun`",
+    of: str | None = None,
 ) -> Any:
     """Calls a user's function, which is `what` in messages.
 
     Adds a note to the error if it takes other arguments, or if it is a `jax.jit`
-    function whose arguments only `equinox.filter_jit` accepts.
+    function whose arguments only `equinox.filter_jit` accepts. `of` says what the
+    arguments belong to, such as one example: errors of JAX then get their shapes.
     """
     try:
         return fun(*args, **kwargs)
-    except TypeError as e:
+    except (IndexError, TypeError, ValueError) as e:
         is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
         # The start of JAX's own message.
         if is_jitted and "Error interpreting argument to" in str(e):
@@ -308,6 +367,12 @@ def called(
             e.add_note(
                 f"{what} is called with {len(texts)} arguments: {'; '.join(texts)}."
             )
+        elif of is not None and not hasattr(e, "__notes__"):
+            texts = [
+                *map(shown, args),
+                *(f"`{n}`: {shown(x)}" for n, x in kwargs.items()),
+            ]
+            e.add_note(f"{what} is called for {of}, with {'; '.join(texts)}.")
         raise
 
 

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import types
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast, Literal, NamedTuple, TypeVar
 
@@ -15,10 +13,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
-from .checks import warn_user, without_layers
-from .jaxpr_types import Eqn
+from .checks import unhashable, without_layers
+from .jaxpr_types import JaxprAndConsts
 from .jaxprs import equations_in
 from .platforms import for_platform, Platform, platform
+from .recompiled import warn_of_new_functions, warn_of_new_numbers
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -94,10 +93,11 @@ class _Fixed(NamedTuple):
 _Key = frozenset
 
 
-def calls_host(eqn: Eqn) -> bool:
-    """Whether an equation calls a function on the host."""
+def calls_host(closed: JaxprAndConsts) -> bool:
+    """Whether a program calls a function on the host."""
+    names = {eqn.primitive.name for eqn in equations_in(closed)}
     # `equinox` hides programs in its own primitive.
-    return any(name in eqn.primitive.name for name in ("callback", "noinline"))
+    return any("callback" in name or "noinline" in name for name in names)
 
 
 def compiled(
@@ -128,8 +128,7 @@ def compiled(
 
     def is_of_host(key: _Key, lists: Sequence[list[Array]]) -> bool:
         # JAX traces the program once, wherever it runs.
-        closed = program.trace(key, *lists).jaxpr
-        return any(map(calls_host, equations_in(closed)))
+        return calls_host(program.trace(key, *lists).jaxpr)
 
     def run(key: _Key, *lists: list[Array]) -> _Split:
         if getattr(jax.config, "jax_disable_jit", False):
@@ -170,7 +169,10 @@ def compiled(
                 arrays.append(x)
         frame = _Frame(treedef, (*static,))
         content = _Fixed(frame, number_types(static), platform(arrays))
-        key, lists = frozenset([content]), [arrays]
+        try:
+            key, lists = frozenset([content]), [arrays]
+        except TypeError as e:
+            raise unhashable(static) or e from None
         if donate != "none":
             num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
             lists = [arrays[:num], arrays[num:]]
@@ -184,95 +186,10 @@ def compiled(
             jax.block_until_ready(out)
         # A function that is made anew for each call is compiled in each call.
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
-            warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
+            others = fun, treedef, *map(jax.typeof, arrays)
+            warn_of_new_functions(static, others)
+            is_array = lambda x: isinstance(x, _ARRAYS)
+            warn_of_new_numbers((first, *rest), is_array, others)
         return out.tree
 
     return cast(_Function, wrapper)
-
-
-# A function that is made anew now and then is no mistake.
-_MOST_NEW = 2
-
-
-# The most programs that are known at a time.
-_MOST_PROGRAMS = 1000
-
-
-# The objects that each program was compiled for, functions first, by the hash of all
-# that it depends on.
-_COMPILED: dict[int, list[list[weakref.ref]]] = {}
-
-
-def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
-    """Warns if a program was compiled again only because functions in it are new ones.
-
-    Their code and closures are those of functions for which it was compiled before,
-    and so is all else in `static`, and `others`.
-    """
-    functions = [x for x in static if isinstance(x, _FUNCTIONS)]
-    objects = [*map(weakref.ref, functions)]
-    content = _content((*static,), objects)
-    # Those for which an equal program was compiled before.
-    known = _COMPILED.setdefault(hash((content, others)), [])
-    # Another object can be where one was that is gone.
-    known[:] = [refs for refs in known if all(ref() is not None for ref in refs)]
-    # The same functions were compiled again for another reason.
-    new = functions
-    for refs in known:
-        new = [x for x, ref in zip(functions, refs, strict=False) if ref() is not x]
-        if not new:
-            return
-    known.append(objects)
-    if len(_COMPILED) > _MOST_PROGRAMS:
-        _COMPILED.pop(next(iter(_COMPILED)))
-    if new and len(known) == _MOST_NEW + 1:
-        fun = new[0]
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        warn_user(
-            f"The same program was compiled {len(known)} times, because `{name}` is a "
-            "new function each time, with the same code and the same values around "
-            "it. Define it once, outside of the loop or function that makes it, and "
-            "pass values that change as arguments."
-        )
-
-
-_FUNCTIONS = (types.FunctionType, functools.partial)
-
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, types.NoneType)
-
-
-_UNKNOWN = itertools.count()
-
-
-def _content(
-    x: object, objects: list[weakref.ref], around: tuple[object, ...] = ()
-) -> Hashable:
-    """What tells functions apart that compute different things, and constants.
-
-    Objects that it identifies are appended, because others can take their place later.
-    `around` are the functions with `x` in their closures.
-    """
-    content = functools.partial(_content, objects=objects, around=(*around, x))
-    if isinstance(x, tuple):
-        return tuple(map(content, x))
-    if isinstance(x, _CONSTANTS):
-        return type(x), repr(x)
-    for level, function in enumerate(around):
-        if x is function:
-            return "recursive", level
-    if isinstance(x, functools.partial):
-        return content(x.func), content(x.args), content((*x.keywords.items(),))
-    if isinstance(x, types.FunctionType):
-        # The cell of a name that has no value yet is empty.
-        cells = [cell for cell in x.__closure__ or () if cell != types.CellType()]
-        values = (*(cell.cell_contents for cell in cells),)
-        defaults = x.__defaults__, (*(x.__kwdefaults__ or {}).items(),)
-        return id(x.__code__), id(x.__globals__), content(values), content(defaults)
-    try:
-        objects.append(weakref.ref(x))
-    except TypeError:  # A list may have changed.
-        return next(_UNKNOWN)
-    return id(x)

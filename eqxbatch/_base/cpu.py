@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 
 from .jaxpr_types import Eqn, Jaxpr, Params, Rule, Value
-from .jaxprs import as_remat, callee, evaluate_with, run_jaxpr
+from .jaxprs import as_remat, callee, evaluate_with, inner_programs, run_jaxpr
 from .mesh import where_it_is, zeros_like
-from .primitives import is_remat, name_of, parameters
+from .primitives import is_remat, parameters
 from .structs import vary
 from .trees import safe_zip
 from .versions import partitions, varying, with_barrier
@@ -234,7 +234,7 @@ def evaluate_in_loop(
         return run_jaxpr(jaxpr, consts, args)
 
     def replace(_: int, eqn: Eqn) -> Rule | None:
-        if _is_convolution(eqn) and not _is_narrow(eqn):
+        if eqn.primitive.name == _CONVOLUTION and not _is_narrow(eqn):
             return lambda ins: [_fast_convolution(eqn, *ins)]
         closed = callee(eqn)
         if closed is None or not _has_convolution(closed.jaxpr):
@@ -250,8 +250,7 @@ def evaluate_in_loop(
     return evaluate_with(jaxpr, consts, args, replace)
 
 
-def _is_convolution(eqn: Eqn) -> bool:
-    return name_of(eqn) == "conv_general_dilated"
+_CONVOLUTION = "conv_general_dilated"
 
 
 def _is_narrow(eqn: Eqn) -> bool:
@@ -263,9 +262,11 @@ def _is_narrow(eqn: Eqn) -> bool:
 
 
 def _has_convolution(jaxpr: Jaxpr) -> bool:
-    programs = (callee(eqn) for eqn in jaxpr.eqns)
-    return any(map(_is_convolution, jaxpr.eqns)) or any(
-        closed is not None and _has_convolution(closed.jaxpr) for closed in programs
+    if _CONVOLUTION in [eqn.primitive.name for eqn in jaxpr.eqns]:
+        return True
+    called = [callee(eqn) for eqn in jaxpr.eqns if inner_programs(eqn)]
+    return any(
+        closed is not None and _has_convolution(closed.jaxpr) for closed in called
     )
 
 
