@@ -37,7 +37,7 @@ def _linearise(operator: _Operator) -> _Operator:
 
 
 @lineax.diagonal.register(_Operator)
-def _diagonal(operator: _Operator) -> Array:
+def _diagonal_of(operator: _Operator) -> Array:
     return operator.diagonal()
 
 

@@ -22,7 +22,8 @@ from .._base.checks import (
     as_int,
     check_at_least,
 )
-from .._base.compile import has_library, memory_options, number_types
+from .._base.compile import number_types
+from .._base.compiler_options import has_library, memory_options
 from .._base.jaxprs import axis_names
 from .._base.mesh import (
     explicit_mesh,
