@@ -13,10 +13,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .checks import warn_of_new_functions, without_layers
+from .checks import unhashable, without_layers
 from .jaxpr_types import JaxprAndConsts
 from .jaxprs import equations_in
 from .platforms import for_platform, platform
+from .recompiled import warn_of_new_functions, warn_of_new_numbers
 from .versions import is_compiler_option
 
 
@@ -170,7 +171,10 @@ def compiled(
                 arrays.append(x)
         # A set is one leaf for JAX, which would go through a tuple in each call.
         content = treedef, (*static,), number_types(static), platform(arrays)
-        key, lists = frozenset([content]), [arrays]
+        try:
+            key, lists = frozenset([content]), [arrays]
+        except TypeError as e:
+            raise unhashable(static) or e from None
         if donate != "none":
             num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
             lists = [arrays[:num], arrays[num:]]
@@ -183,7 +187,10 @@ def compiled(
         if waits or any(isinstance(x, np.ndarray) for x in arrays):
             jax.block_until_ready(out)
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
-            warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
+            others = fun, treedef, *map(jax.typeof, arrays)
+            warn_of_new_functions(static, others)
+            is_array = lambda x: isinstance(x, _ARRAYS)
+            warn_of_new_numbers((first, *rest), is_array, others)
         return out.tree
 
     return cast(_Function, wrapper)
