@@ -102,8 +102,11 @@ class AbstractStored(AbstractOnMesh):
     @property
     def is_plain(self) -> bool:
         """Whether a kernel is returned as a whole, by one program on the device."""
-        others = (self.mesh, self.mesh_axis, self.progress, self.reduce)
-        return not self.is_stored and all(x is None for x in others)
+        # Attributes of a Module take longer.
+        fields = vars(self)
+        is_whole = fields["reduce"] is None and fields["progress"] is None
+        is_on_one = fields["mesh"] is None and fields["mesh_axis"] is None
+        return is_whole and is_on_one and type(fields["store"]) is str
 
     def check_progress(self) -> None:
         """Raises for a meter of blocks that one program on several devices computes."""
