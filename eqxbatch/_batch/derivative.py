@@ -22,7 +22,7 @@ from .batch import Batch, unbatched
 from .loop import accumulated, Rows, run_blocks
 from .loss import Loss, split_examples
 from .padding import Padding, unless_padding
-from .parameters import are_parameters, warn_of_numbers
+from .parameters import are_parameters, as_where, UNRAVEL, warn_of_numbers
 from .slots import as_slots, Slots, types_of
 from .sums import check_adds, Mean, OfTotals, rows_and_weights, Sum
 from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform
@@ -61,10 +61,10 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
         vector = jtu.tree_map(as_array, vector, diff)
     arrays = eqx.filter(vector, eqx.is_inexact_array)
     if types_of(arrays) != types_of(diff):
+        remedy = UNRAVEL if eqx.is_array(vector) else difference(diff, arrays)
         raise ValueError(
             f"{what} must have the structure, shapes and dtypes of what is "
-            f"differentiated, {shown(diff)}; got {shown(vector)}. "
-            f"{difference(diff, arrays)}"
+            f"differentiated, {shown(diff)}; got {shown(vector)}. {remedy}"
         )
     return jtu.tree_leaves(arrays)
 
@@ -84,7 +84,7 @@ class AbstractDerivative(AbstractTransform):
     allows_complex: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
-    where: Callable[[Any], Any] | None = None
+    where: Callable[[Any], Any] | None = eqx.field(default=None, converter=as_where)
     filter_spec: PyTree = eqx.is_inexact_array
 
     @property

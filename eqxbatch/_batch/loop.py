@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from .._base.backward import custom_backward
 from .._base.compile import calls_host
 from .._base.jaxpr_types import JaxprAndConsts
-from .._base.jaxprs import axis_names, equations_in, run_jaxpr
+from .._base.jaxprs import axis_names, run_jaxpr
 from .._base.mesh import is_on_mesh, vary_as
 from .._base.refs import without_refs
 from .._base.structs import array_structs, is_struct, with_arrays
@@ -158,7 +158,7 @@ def runs_once(closed: JaxprAndConsts) -> bool:
     """
     if len(closed.effects) > len(axis_names(closed.jaxpr)):
         return True
-    if any(map(calls_host, equations_in(closed))):
+    if calls_host(closed):
         return True
     return not custom_backward(closed, [True for _ in closed.jaxpr.invars]).is_linear
 

@@ -1,6 +1,7 @@
 """`explain_sites`: the sites of a function, and a check of derivatives against JAX."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from .._base.versions import double_precision
 from .._batch.batch import Batch, unbatched
 from .._batch.loss import Loss, split_examples
 from .._batch.memory import explained_failure
-from .._batch.parameters import are_parameters
+from .._batch.parameters import are_parameters, as_where
 from .._batch.sums import Sum
 from .._curvature.matrices import filter_ggn, filter_hessian, filter_hessian_diagonal
 from .._gradients.micro_grad import filter_micro_value_and_grad
@@ -267,7 +268,7 @@ def _flat(tree: PyTree) -> np.ndarray:
     return np.concatenate([np.zeros(0), *(x.reshape(-1) for x in arrays)])
 
 
-@checked
+@functools.partial(checked, but=("where",))
 def explain_sites(
     fun: Callable[..., PyTree],
     model: PyTree,
@@ -370,7 +371,8 @@ def explain_sites(
 
         ```
     """
-    diff, nondiff = eqx.partition(model, are_parameters(model, where, filter_spec))
+    chosen = are_parameters(model, as_where(where), filter_spec)
+    diff, nondiff = eqx.partition(model, chosen)
     split = lambda axes, args, kwargs: split_examples(fun, axes, (model, *args), kwargs)
     batch, one = unbatched(args, kwargs), (args, kwargs)
     if in_axes is not None:

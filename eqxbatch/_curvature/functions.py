@@ -432,7 +432,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         if key is not None and self._fisher is not None and self._fisher.sampler:
             draw = functools.partial(self._fisher.sampler, key)
             rest = [*rest[:-1], drawn_labels(draw, out, rest, kwargs)]
-        value = called(self._loss, (out, *rest), kwargs, _LOSS)
+        of = "one example" if self._model.batch.arrays else None
+        value = called(self._loss, (out, *rest), kwargs, _LOSS, of)
         return check_value(value, what="loss")
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:

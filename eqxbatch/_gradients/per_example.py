@@ -47,6 +47,12 @@ BlockGradients = Callable[[list, Array | None, list], Results]
 _IF_ONE = "If it is the loss of one example, leave out `batched=True`."
 
 
+_INSIDE = (
+    "Pass this `axis_name` to the `jax.vmap` inside of `fun`; or, for the loss of one "
+    "example, to the transform in place of `batched=True`."
+)
+
+
 # What a user's function of a gradient returns, without what is no array.
 _Result = PyTree[Shaped[ArrayLike, "..."]]
 
@@ -56,7 +62,8 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 
     def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         call = functools.partial(loss, diff)
-        with explained_failure(call, loss.batch, "microbatch", _IF_ONE, rows):
+        setting = "microbatch", _IF_ONE, rows, _INSIDE
+        with explained_failure(call, loss.batch, *setting):
             return call(rows)
 
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)

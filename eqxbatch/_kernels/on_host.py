@@ -62,11 +62,14 @@ def check_concrete(call: PyTree, what: str, instead: str = _ON_DEVICE) -> None:
     """Raises `TypeError` if a call is being transformed."""
     # Within `jax.jit`, new arrays are traced, too.
     if any(isinstance(x, Tracer) for x in [*jtu.tree_leaves(call), jnp.zeros(())]):
-        raise TypeError(
-            f"A kernel with {what} runs a loop in Python, and cannot be within "
-            f"`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
-            f"or {instead}."
-        )
+        raise _transformed(what, instead)
+
+
+def _transformed(what: str, instead: str = _ON_DEVICE) -> TypeError:
+    return TypeError(
+        f"A kernel with {what} runs a loop in Python, and cannot be within `jax.jit`, "
+        f"`jax.grad`, `jax.vmap` or the like. Call it outside of them, or {instead}."
+    )
 
 
 def check_solve(call: PyTree) -> None:
@@ -352,9 +355,15 @@ def to_store(
         return kernel.output(writer.finish())
 
 
-def on_no_mesh() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def on_no_mesh() -> Iterator[None]:
     """A context for tiles, which devices compute on a mesh of their own, or alone."""
-    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(jax.set_mesh(Mesh(np.empty((), dtype=object), ())))
+        except ValueError as e:  # The kernel function may close over traced arrays.
+            raise _transformed("a `store`") from e
+        yield
 
 
 def _stored_arrays(leaves: Sequence[KernelLeaf], grid: Grid) -> list[StoredArray]:

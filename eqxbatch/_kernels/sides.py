@@ -202,9 +202,11 @@ class Side:
         try:
             if key is not None:
                 if self.in_axes is not None:
-                    key = each_key(key, split_batch(name, (axes,), (x,), {}).total())
+                    of_x = split_batch(name, (axes,), (x,), {}, num_leading=None)
+                    key = each_key(key, of_x.total())
                 kwargs, kwargs_axes = {**kwargs, "key": key}, {**kwargs_axes, "key": 0}
-            batch = split_batch(name, (axes, kwargs_axes), (x, kwargs), {})
+            both = (axes, kwargs_axes), (x, kwargs), {}
+            batch = split_batch(name, *both, num_leading=None)
             batch.total()
         except ValueError as e:
             e.add_note(

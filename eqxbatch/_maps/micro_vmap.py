@@ -27,7 +27,7 @@ from .._batch.batch import Batch, broadcast_axes, spec_of_rows, split_batch
 from .._batch.blocks import Blocks
 from .._batch.log_sum_exp import LogSumExp
 from .._batch.loop import run_blocks
-from .._batch.memory import explained_failure
+from .._batch.memory import explained_failure, OTHER_AXIS_NAME
 from .._batch.padding import Padding
 from .._batch.slots import (
     all_count_new,
@@ -289,9 +289,12 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         # Filled when `jax.vmap` traces `one`, which can return only arrays.
         traced: dict[str, Any] = {}
         call = functools.partial(batch.call, self.fun)
+        if_named = _IF_NAMED
+        if self.axis_name is not None:
+            if_named = OTHER_AXIS_NAME.format(self.axis_name)
 
         def one(rows: list) -> tuple[list, list]:
-            with explained_failure(call, batch, "example", if_whole, None, _IF_NAMED):
+            with explained_failure(call, batch, "example", if_whole, None, if_named):
                 out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)

@@ -28,6 +28,7 @@ from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated, Rows
 from .._batch.loss import check_outputs, Loss
+from .._batch.memory import explained_failure
 from .._batch.padding import Padding
 from .._batch.sums import check_real, Mean, Sum
 from .._curvature.columns import with_both_modes
@@ -104,6 +105,9 @@ def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " ent
         parts += [x.real, x.imag] if is_complex(y) else [x.real]
     dtype = widest(*(x.dtype for x in parts))
     return jnp.concatenate([x.astype(dtype) for x in parts])
+
+
+_IF_WHOLE = "Give the residual of one example."
 
 
 # One array for each term; sizes differ, so the axes have no names.
@@ -187,7 +191,10 @@ class Residuals:
 
     def _traced(self, fun: Callable, number: int) -> TracedFunction:
         rows, of_row = self.rows[number], lambda leaves, row: fun(leaves, *row)
-        return TracedFunction(of_row, self._given, rows.arrays, rows.axes)
+        whole = functools.partial(of_row, self._given)
+        batch = self.terms[number].loss.batch
+        with explained_failure(whole, batch, "example", _IF_WHOLE, name="residual"):
+            return TracedFunction(of_row, self._given, rows.arrays, rows.axes)
 
     def _with(
         self, number: int, derivative: Derivative, program: TracedFunction

@@ -215,7 +215,7 @@ FUNCTIONS = [
         "TqdmProgressMeter",
         lambda: eqxbatch.TqdmProgressMeter(3),
         TypeError,
-        "`description` must be str; got 3",
+        r"`description` must be str \| None; got 3",
     ),
     Case(
         "TqdmProgressMeter",
