@@ -61,6 +61,11 @@ class AbstractKernelCall(abc.ABC):
         """The kernel, which has blocks."""
 
     @property
+    def is_same(self) -> bool:
+        """Whether both sides are the same examples."""
+        return len(self.sides) == 1
+
+    @property
     def has_stored(self) -> bool:
         """Whether some examples are not in memory."""
         return any(side.stored is not None for side in self.sides)

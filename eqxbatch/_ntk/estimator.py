@@ -288,7 +288,7 @@ class AbstractEstimator(
         return in_one_program(self, split.get, examples, kernels_of, is_diagonal=True)
 
     def in_blocks(self, call: FunctionCall) -> ModelKernel | None:
-        is_asymmetric = len(call.sides) == 1 and call.symmetric is None
+        is_asymmetric = call.is_same and call.symmetric is None
         is_whole = self.block_size is not None or self.in_axes is None
         if not self._is_plain or is_asymmetric or is_whole:
             return None
