@@ -461,7 +461,7 @@ def is_axes(x: object) -> bool:
     )
 
 
-def _make_leaf(path: str, axes: object, struct: jax.ShapeDtypeStruct) -> KernelLeaf:
+def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf:
     # What says nothing of rows and columns is a mistake in `out_axes`.
     shape = tuple(struct.shape)
     if not is_axes(axes):
