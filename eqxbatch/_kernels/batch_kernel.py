@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 from .._base.checks import check_at_least, check_exclusive
 from .._base.compile import compiled, num_bytes
 from .._base.mesh import explicit_mesh, gathered, within_mesh
-from .._batch.loop import Rows
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
+from .._batch.rows import Rows
 from .._batch.store import AbstractStore, IN_FLIGHT
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .._batch.zarr_store import as_store

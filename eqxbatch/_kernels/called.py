@@ -24,8 +24,8 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
-from .._batch.loop import Rows
 from .._batch.memory import MemoryBudget
+from .._batch.rows import Rows
 from .grid import Sizes
 from .kernel import (
     AbstractBlockKernel,

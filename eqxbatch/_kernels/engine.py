@@ -23,7 +23,7 @@ from .._base.mesh import (
 from .._base.trees import safe_zip
 from .._base.versions import on_mesh_around
 from .._batch.blocks import Block
-from .._batch.loop import Rows
+from .._batch.rows import Rows
 from .._batch.slots import types_of
 from .collect import (
     CheckedTile,
@@ -103,7 +103,7 @@ class Tiles:
             if of_side is None:
                 size = self.grid.sizes[side]
                 start = self.grid.start(side, pair[side])
-                rows = self.kernel.rows[side].at(start, size)
+                rows = self.kernel.rows[side].slice(start, size)
                 of_side = self.kernel.keep(side, rows, size)
             sides.append(of_side)
         # A panel has more examples than the block, which is cut from it.
@@ -111,7 +111,7 @@ class Tiles:
 
         def run(sides: list[Rows], places: list[Index]) -> list[Array]:
             first, second = (
-                rows.at(place, size)
+                rows.slice(place, size)
                 for rows, place, size in safe_zip(sides, places, self.grid.sizes)
             )
             always = jnp.asarray(places[0]) >= 0
@@ -228,8 +228,12 @@ class Tiles:
         pair = jnp.zeros(2, jnp.int32)
 
         def step(states: States, first: Rows, second: Rows, pair: Array) -> States:
-            sides = enumerate(safe_zip((first, second), self.grid.sizes))
-            kept = (self.kernel.keep(i, x.at(0, size), size) for i, (x, size) in sides)
+            kept = (
+                self.kernel.keep(side, rows.slice(0, size), size)
+                for side, (rows, size) in enumerate(
+                    safe_zip((first, second), self.grid.sizes)
+                )
+            )
             tile = self.tile(pair, self.grid.is_same, Kept(*kept))
             return self.update(states, tile, pair, True)
 
@@ -253,7 +257,7 @@ class Tiles:
         """The states after all tiles of a panel."""
         grid = self.grid
         if panel is None:
-            rows = first.at(grid.panel_start(index), grid.panel_rows)
+            rows = first.slice(grid.panel_start(index), grid.panel_rows)
             panel = self.kernel.keep(0, rows, grid.sizes[0])
         if not grid.is_same:
             return self._rectangle(states, panel, index, second, range(grid.num(1)))
@@ -291,7 +295,7 @@ class Tiles:
 
         def with_column(states: States, column: Array) -> States:
             size = grid.sizes[1]
-            rows = second.at(grid.start(1, column), size)
+            rows = second.slice(grid.start(1, column), size)
             kept = self.kernel.keep(1, rows, size)
 
             def step(states: States, local: Array) -> States:
