@@ -130,12 +130,14 @@ def _setting(call: tuple, path: tuple, x: Any) -> Hashable:
     """
     if type(x) is not int:
         return None
+    if not _is_transform(call[0]):
+        return "setting", x
     owner: Any = call
     for entry in path[:-1]:
         owner = _entry(owner, entry)
     package = __name__.partition(".")[0]
     is_ours = type(owner).__module__.partition(".")[0] == package
-    return ("setting", x) if is_ours or not _is_transform(call[0]) else None
+    return ("setting", x) if is_ours else None
 
 
 def _is_transform(x: Any) -> bool:
@@ -143,12 +145,13 @@ def _is_transform(x: Any) -> bool:
 
 
 def _entry(tree: PyTree, key: Any) -> Any:
+    """One entry of a node; None if a class has keys of its own."""
     if isinstance(key, jtu.GetAttrKey):
-        return getattr(tree, key.name)
+        return getattr(tree, key.name, None)
     index = key.idx if isinstance(key, jtu.SequenceKey) else getattr(key, "key", None)
     try:
         return tree[index]
-    except (TypeError, LookupError):  # A class of a user with keys of its own.
+    except (TypeError, LookupError):
         return None
 
 

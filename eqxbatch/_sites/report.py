@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+from .._base.tables import AbstractTabular, Table
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.types import check_fields
@@ -76,8 +77,8 @@ class LeafCheck:
     __post_init__ = check_fields
 
 
-@dataclasses.dataclass(frozen=True)
-class SitesCheck:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SitesCheck(AbstractTabular):
     """The result of [`eqxbatch.explain_sites`][] with `check=True`; prints as a table.
 
     - `leaves`: an [`eqxbatch.results.LeafCheck`][] for each differentiated array.
@@ -109,20 +110,21 @@ class SitesCheck:
         """The path and all errors, for each leaf and for all together."""
         return [dataclasses.astuple(x) for x in (*self.leaves, self.whole)]
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> Table:
         heading = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
         shown = lambda x: "-" if x is None else f"{x:.0e}" if x else "0"
         rows = [(path, *map(shown, errors)) for path, *errors in self._rows]
-        lines = table([("largest error", *heading), *rows], num_sums=1, num_texts=1)
         plural = "" if self.num_examples == 1 else "s"
-        lines.append(f"{self.num_examples} example{plural}, in {self.dtype}")
+        notes = [f"{self.num_examples} example{plural}, in {self.dtype}"]
         if self.reason is not None:
-            lines.append(f"The function does not run in float64: {self.reason}")
-        return "\n".join(lines)
+            notes.append(f"The function does not run in float64: {self.reason}")
+        rows = [("largest error", *heading), *rows]
+        return Table(rows, num_texts=1, num_sums=1, notes=notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class SitesReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SitesReport(AbstractTabular):
     """The result of [`eqxbatch.explain_sites`][]; prints as a table.
 
     - `leaves`: an [`eqxbatch.results.LeafReport`][] for each differentiated array.
@@ -145,7 +147,8 @@ class SitesReport:
 
     __post_init__ = check_fields
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> Table:
         rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
         for leaf in self.leaves:
             counts = collections.Counter(leaf.sites).items()
@@ -158,40 +161,20 @@ class SitesReport:
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ):
             rows.append((name, "", "", "", "", *_thousands(*cost)))
-        lines = table(rows, num_sums=2, num_texts=5)
-        lines.append(f'method="auto" is "{self.method}"')
-        lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
-        lines += [
+        notes = [f'method="auto" is "{self.method}"']
+        notes += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
+        notes += [
             f"{leaf.path}: no Kronecker factors, as {leaf.kfac_reason}"
             for leaf in self.leaves
             if leaf.kfac_reason and not leaf.reason
         ]
         if self.check is not None:
-            lines += ["", str(self.check)]
-        return "\n".join(lines)
+            notes += ["", *str(self.check).splitlines()]
+        return Table(rows, num_texts=5, num_sums=2, notes=notes)
 
 
 def _thousands(flops: float, traffic: float) -> tuple[str, str]:
     return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
-
-
-def table(
-    rows: list[tuple[str, ...]], *, num_sums: int = 0, num_texts: int
-) -> list[str]:
-    """The lines of a table: columns of text, then columns of numbers.
-
-    If the last rows are sums, there are rules below the heading and above them.
-    """
-    widths = [max(map(len, column)) for column in safe_zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = [*map(str.rjust, row, widths)]
-        texts = [*map(str.ljust, row[:num_texts], widths)]
-        lines.append("  ".join([*texts, *cells[num_texts:]]))
-    if num_sums:
-        rule = "-" * len(lines[0])
-        lines = [lines[0], rule, *lines[1:-num_sums], rule, *lines[-num_sums:]]
-    return [line.rstrip() for line in lines]
 
 
 def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
