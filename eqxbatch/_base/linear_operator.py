@@ -10,7 +10,7 @@ import lineax
 from jaxtyping import Array, Inexact
 
 from .dtypes import is_complex
-from .tables import AbstractTabular, Table
+from .tables import AbstractTabular, shape_text, Table
 
 
 class AbstractTaggedOperator(AbstractTabular, lineax.AbstractLinearOperator):
@@ -25,14 +25,14 @@ class AbstractTaggedOperator(AbstractTabular, lineax.AbstractLinearOperator):
     @property
     def table(self) -> Table:
         inputs = self.in_structure()
-        rows = [(type(self).__name__, "shape", "dtype")]
+        size = f"{self.out_size()} x {self.in_size()}"
+        rows = [(f"{type(self).__name__}, {size}", "shape", "dtype")]
         rows += [
-            (jtu.keystr(path) or "vector", "x".join(map(str, x.shape)), str(x.dtype))
+            (jtu.keystr(path) or "vector", shape_text(x.shape), str(x.dtype))
             for path, x in jtu.tree_leaves_with_path(inputs)
         ]
         tags = sorted(str(tag).removesuffix("_tag") for tag in self.tags)
-        notes = [f"{self.out_size()} x {self.in_size()} matrix of these parameters"]
-        notes += [f"tags: {', '.join(tags)}"] if tags else []
+        notes = [f"tags: {', '.join(tags)}"] if tags else []
         return Table(rows, num_texts=3, notes=notes)
 
 

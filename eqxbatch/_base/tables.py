@@ -66,12 +66,17 @@ class Table:
         first = 1 + self.num_sums
         room = _MOST_LINES - first - (2 if self.num_sums else 0) - 1
         end = len(self.rows) - self.num_sums
-        notes = self.notes[: max(0, min(len(self.notes), room - (end - 1)))]
+        notes = self.notes[: max(1, room - (end - 1))]
         rows = self.rows[1:end][: room - len(notes)]
         num_left = end - 1 - len(rows) + len(self.notes) - len(notes)
         left = f"{num_left} more lines: `print` shows all of them."
         kept = [self.rows[0], *rows, *self.rows[end:]]
         return dataclasses.replace(self, rows=kept, notes=[*notes, left])
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape in a table, such as `3x4`."""
+    return "x".join(map(str, shape)) or "()"
 
 
 class AbstractTabular(abc.ABC):

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 
-from .._base.tables import AbstractTabular, Table
+from .._base.tables import AbstractTabular, shape_text, Table
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.types import check_fields
@@ -153,8 +153,12 @@ class SitesReport(AbstractTabular):
         for leaf in self.leaves:
             counts = collections.Counter(leaf.sites).items()
             sites = [f"{num} x {name}" if num > 1 else name for name, num in counts]
-            shape = "x".join(map(str, leaf.shape)) or "()"
-            texts = (leaf.path, shape, ", ".join(sites) or "-", leaf.contraction)
+            texts = (
+                leaf.path,
+                shape_text(leaf.shape),
+                ", ".join(sites) or "-",
+                leaf.contraction,
+            )
             rows.append((*texts, leaf.kfac, *_thousands(leaf.flops, leaf.bytes)))
         for name, *cost in (
             ("by sites", self.flops, self.bytes),
