@@ -145,7 +145,7 @@ def _is_transform(x: Any) -> bool:
 
 
 def _entry(tree: PyTree, key: Any) -> Any:
-    """One entry of a node; None if a class has keys of its own."""
+    """What is at a key of a PyTree; None where its class does not give it back."""
     if isinstance(key, jtu.GetAttrKey):
         return getattr(tree, key.name, None)
     index = key.idx if isinstance(key, jtu.SequenceKey) else getattr(key, "key", None)

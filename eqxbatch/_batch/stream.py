@@ -198,11 +198,11 @@ class OverBatches(AbstractTransform):
         if self.batch_size is not None:
             check_at_least("batch_size", self.batch_size, 1)
         store, size = self.store, self.batch_size
-        if store is not None and (size is None or store.upper_only):
+        if store is not None and size is None:
             raise ValueError(
                 "`store` needs a `batch_size`, the number of rows that are stored "
-                "together, with arrays of all examples in place of batches, and a "
-                f"store without `upper_only`; got `batch_size={size}` and {store}."
+                "together, with arrays of all examples in place of batches; got "
+                f"`batch_size={size}` and {store}."
             )
         reductions = reductions_of(transform)
         others = [x for x in reductions if not isinstance(x, AbstractTotal)]

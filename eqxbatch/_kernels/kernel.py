@@ -136,13 +136,12 @@ def of_pairs(
 class TileMirror:
     """Exchanges rows and columns of tiles, without holding arrays of the kernel.
 
-    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None. A
-        transpose of NumPy arrays needs no leaves.
+    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None.
     """
 
-    symmetric: Any = True
-    leaves: tuple[KernelLeaf, ...] = ()
-    out: Flat = dataclasses.field(default_factory=lambda: flattened(()))
+    symmetric: Any
+    leaves: tuple[KernelLeaf, ...]
+    out: Flat
 
     @property
     def is_transpose(self) -> bool:
