@@ -15,8 +15,6 @@ from ._ntk.empirical import KernelEstimate as KernelEstimate
 from ._ntk.monte_carlo import MonteCarloEstimate as MonteCarloEstimate
 from ._ntk.parameterise import NTKLayer as NTKLayer
 from ._sites.report import (
-    LeafCheck as LeafCheck,
     LeafReport as LeafReport,
-    SitesCheck as SitesCheck,
     SitesReport as SitesReport,
 )

@@ -191,8 +191,8 @@ def test_sizes_that_change_are_no_mistake():
             Scaled(ONES[0], 2.0), jnp.ones((9, 3))
         )
         # The keys of this node are no names of its entries.
-        partial = jax.tree_util.Partial(Scaled(ONES[0], 2.0))
-        EmpiricalNTK(eqx.Partial(partial), block_size=size)(jnp.ones((9, 3)))
+        partial = jax.tree_util.Partial(call_model, Scaled(ONES[0], 2.0))
+        EmpiricalNTK(partial, block_size=size)(jnp.ones((9, 3)))
 
 
 def over_numbers():

@@ -37,6 +37,7 @@ from .._base.trees import (
 )
 from .blocks import Blocks
 from .reading import is_state
+from .rows import Rows
 
 
 def broadcast_axes(
@@ -158,6 +159,10 @@ class Batch(eqx.Module):
             jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
             for x, axis in safe_zip(self.arrays, self.axes)
         ]
+
+    def rows(self, axis_size: int | None = None) -> Rows:
+        """The rows of all examples, of which there are `total(axis_size)`."""
+        return Rows(self.arrays, self.axes, self.total(axis_size))
 
     def total(self, axis_size: int | None = None) -> int:
         """The number of examples; all batched arrays must agree on it."""

@@ -252,16 +252,11 @@ def resolved(settings: _Settings) -> _Settings:
     program.
     """
     # Neither `getattr` nor `isinstance`: both take Equinox ten times as long.
-    changes, fields = {}, vars(settings)
-    for name in _NAMES:
-        value = fields.get(name)
+    changes = {}
+    for name, value in vars(settings).items():
         if type(value) is MemoryBudget and value.max_bytes is None:
             changes[name] = MemoryBudget(value.resolve())
     return dataclasses.replace(settings, **changes) if changes else settings
-
-
-# The names of settings that are sizes.
-_NAMES = ("block_size", "microbatch_size", "per_batch")
 
 
 def check_size(name: str, size: Size | str) -> Size:

@@ -25,8 +25,8 @@ from .._base.refs import without_refs
 from .._base.structs import is_struct, with_arrays
 from .._base.trees import safe_zip, shown
 from .._batch.blocks import block_struct
-from .._batch.loop import Rows
 from .._batch.memory import available_bytes, MemoryBudget
+from .._batch.rows import Rows
 from .grid import Grid, Sizes
 
 

@@ -196,7 +196,7 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
 def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid.sizes[0], 1), False, False)
-    collectors, one = make_collectors(kernel, None), columns.at(index, 1)
+    collectors, one = make_collectors(kernel, None), columns.slice(index, 1)
     column = run_tiles(kernel, grid, collectors, rows, one).arrays[0][:, 0]
     is_alone = isinstance(kernel, CalledKernel) and kernel.is_alone
     if not (is_alone and kernel.is_same):

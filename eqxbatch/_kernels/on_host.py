@@ -22,8 +22,8 @@ from .._base.compile import compiled, num_bytes
 from .._base.mesh import within_mesh
 from .._base.trees import safe_zip
 from .._batch.fingerprint import digest, digest_of_program, fingerprint
-from .._batch.loop import Rows
 from .._batch.progress import AbstractProgressMeter, metered
+from .._batch.rows import Rows
 from .._batch.store import (
     AbstractStore,
     AbstractWriter,
@@ -168,7 +168,7 @@ def _kept(operands: tuple, number: Array) -> Rows:
     kernel, side, rows = operands
     grid, size = kernel.grid, kernel.grid.sizes[side]
     if rows is None:
-        rows = kernel.rows[side].at(grid.start(side, number), size)
+        rows = kernel.rows[side].slice(grid.start(side, number), size)
     return kernel.keep(side, rows, size)
 
 

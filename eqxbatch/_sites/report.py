@@ -49,80 +49,6 @@ class LeafReport:
     __post_init__ = check_fields
 
 
-@dataclasses.dataclass(frozen=True)
-class LeafCheck:
-    """A leaf of an [`eqxbatch.results.SitesCheck`][]: differences between two methods.
-
-    Each error is the largest difference between results from sites and without them,
-    relative to the largest entry; or, if that is below a ten-thousandth of another
-    leaf's, to this. It is None if it was not compared.
-
-    - `path`: the path of the leaf in the model.
-    - `gradient`: the error of a weighted sum of clipped gradients.
-    - `norm`: the error of per-example gradient norms.
-    - `kernel`: the error of the kernel, for all leaves together only.
-    - `hessian`: the error of the leaf's Hessian blocks, with itself and with others.
-    - `diagonal`: the error of its share in the diagonal of the Hessian.
-    - `gauss_newton`: the error of its blocks in the Gauss-Newton matrix.
-    """
-
-    path: str
-    gradient: float | None = None
-    norm: float | None = None
-    kernel: float | None = None
-    hessian: float | None = None
-    diagonal: float | None = None
-    gauss_newton: float | None = None
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class SitesCheck(AbstractTabular):
-    """The result of [`eqxbatch.explain_sites`][] with `check=True`; prints as a table.
-
-    - `leaves`: an [`eqxbatch.results.LeafCheck`][] for each differentiated array.
-    - `whole`: an [`eqxbatch.results.LeafCheck`][] for all arrays together: clipped
-        gradients and norms of [`eqxbatch.filter_micro_value_and_grad`][], and the
-        kernel of [`eqxbatch.EmpiricalNTK`][].
-    - `num_examples`: the number of examples.
-    - `dtype`: `"float64"`, or the dtypes of the model.
-    - `reason`: why the check did not use float64; None if it did.
-    - `max_error`: the largest of all errors.
-    """
-
-    leaves: tuple[LeafCheck, ...]
-    whole: LeafCheck
-    num_examples: int
-    dtype: str
-    reason: str | None
-
-    __post_init__ = check_fields
-
-    @property
-    def max_error(self) -> float:
-        """The largest of all errors."""
-        errors = [x for _, *row in self._rows for x in row if x is not None]
-        return max(errors, default=0.0)
-
-    @property
-    def _rows(self) -> list[tuple]:
-        """The path and all errors, for each leaf and for all together."""
-        return [dataclasses.astuple(x) for x in (*self.leaves, self.whole)]
-
-    @property
-    def table(self) -> Table:
-        heading = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
-        shown = lambda x: "-" if x is None else f"{x:.0e}" if x else "0"
-        rows = [(path, *map(shown, errors)) for path, *errors in self._rows]
-        plural = "" if self.num_examples == 1 else "s"
-        notes = [f"{self.num_examples} example{plural}, in {self.dtype}"]
-        if self.reason is not None:
-            notes.append(f"The function does not run in float64: {self.reason}")
-        rows = [("largest error", *heading), *rows]
-        return Table(rows, num_texts=1, num_sums=1, notes=notes)
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class SitesReport(AbstractTabular):
     """The result of [`eqxbatch.explain_sites`][]; prints as a table.
@@ -134,7 +60,6 @@ class SitesReport(AbstractTabular):
         and backward pass.
     - `materialised_flops`, `materialised_bytes`: the same cost if `jax.vmap`
         materialises per-example gradients.
-    - `check`: an [`eqxbatch.results.SitesCheck`][] with `check=True`, otherwise None.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -143,7 +68,6 @@ class SitesReport(AbstractTabular):
     bytes: float
     materialised_flops: float
     materialised_bytes: float
-    check: SitesCheck | None = None
 
     __post_init__ = check_fields
 
@@ -172,8 +96,6 @@ class SitesReport(AbstractTabular):
             for leaf in self.leaves
             if leaf.kfac_reason and not leaf.reason
         ]
-        if self.check is not None:
-            notes += ["", *str(self.check).splitlines()]
         return Table(rows, num_texts=5, num_sums=2, notes=notes)
 
 
