@@ -132,12 +132,14 @@ def _setting(call: tuple[PyTree, ...], path: tuple, x: object) -> Hashable:
     """
     if type(x) is not int:
         return None
+    if not _is_transform(call[0]):
+        return "setting", x
     owner: Any = call
     for entry in path[:-1]:
         owner = _entry(owner, entry)
     package = __name__.partition(".")[0]
     is_ours = type(owner).__module__.partition(".")[0] == package
-    return ("setting", x) if is_ours or not _is_transform(call[0]) else None
+    return ("setting", x) if is_ours else None
 
 
 def _is_transform(x: object) -> bool:

@@ -16,6 +16,7 @@ from .._base.mesh import gathered, within_mesh
 from .._base.types import checked
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.parameters import as_where
+from .._batch.transform import of_function, of_setting
 from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.called import AbstractKernelCall, AbstractKernelFunction, FunctionCall
 from .._kernels.engine import on_device
@@ -228,6 +229,20 @@ class AbstractEstimator(
     _chosen: ChosenLeaves | None = eqx.field(static=True, init=False, repr=False)
     # Which kernels, as for `TracedModel`; None if each call says it.
     _get: eqx.AbstractClassVar[Any]
+
+    def __repr__(self) -> str:
+        model = self.model[0] if isinstance(self.model, tuple) else self.model
+        texts = [of_function(model)]
+        for field in dataclasses.fields(self):
+            if not (field.kw_only and field.repr):
+                continue
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            text = of_setting(getattr(self, field.name))
+            if text != of_setting(default):
+                texts.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def __post_init__(self) -> None:
         # Once, and not in each call: it looks at all leaves. Later, the model may have
