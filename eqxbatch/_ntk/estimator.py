@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
-import jax
 import jax.tree_util as jtu
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._base.compile import compiled
@@ -53,12 +51,7 @@ def checked_constructor(cls: _Class) -> _Class:
     converted = [field.name for field in fields if "converter" in field.metadata]
     others = [*converted, "model", "init"]
     cls.__init__ = checked(cls.__init__, KEY_REMEDY, others, always=True)
-    _CHECKED.add(cls)
     return cls
-
-
-# Classes whose constructors take their fields, as all that are not abstract.
-_CHECKED: set[type] = set()
 
 
 # What is computed of a model, in blocks of at most some sizes, with some bytes of room
@@ -139,90 +132,7 @@ def _model_arguments(asked: Any, /, *args: Any, **kwargs: Any) -> _ModelArgument
     return (of_call if asked is None else fixed)(*args, **kwargs)
 
 
-class _Template(NamedTuple):
-    """An estimator without its model, whose place among the leaves is `number`."""
-
-    leaves: list[Any]
-    treedef: Any
-    number: int
-
-    @staticmethod
-    def of(estimator: "AbstractEstimator") -> "_Template":
-        model = estimator.model
-        is_model = lambda x: x is model
-        leaves, treedef = jtu.tree_flatten(estimator, is_leaf=is_model)
-        number = next(i for i, x in enumerate(leaves) if is_model(x))
-        leaves[number] = None
-        return _Template(leaves, treedef, number)
-
-    def of_model(self, model: Any) -> Any:
-        """The estimator with a model."""
-        leaves = [*self.leaves]
-        leaves[self.number] = model
-        return self.treedef.unflatten(leaves)
-
-
-# What calls of constructors have made, by all that the checks of the arguments see.
-_TEMPLATES: dict[Hashable, _Template] = {}
-
-
-_MOST_TEMPLATES = 1000
-
-
-class _RememberingMeta(type(eqx.Module)):  # pyright: ignore[reportGeneralTypeIssues]
-    """Makes an estimator like an earlier one without checking its arguments again.
-
-    The fields of a Module, each checked and converted, take longer than a call. Only
-    the arrays of a model differ from one construction to the next in most programs.
-    """
-
-    if not TYPE_CHECKING:
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            __tracebackhide__ = True
-            content = _checked_content(cls, args, kwargs) if cls in _CHECKED else None
-            try:
-                template = _TEMPLATES.get(content)
-            except TypeError:  # A part of the model has no hash.
-                content = template = None
-            if template is not None:
-                return template.of_model(args[0])
-            estimator = super().__call__(*args, **kwargs)
-            if content is not None:
-                if len(_TEMPLATES) >= _MOST_TEMPLATES:
-                    _TEMPLATES.pop(next(iter(_TEMPLATES)))
-                _TEMPLATES[content] = _Template.of(estimator)
-            return estimator
-
-
-# Settings of these types and tuples of ints are equal only if they are the same.
-_SIMPLE = (int, str, type(None))
-
-
-def _checked_content(cls: type, args: tuple, kwargs: dict[str, Any]) -> Hashable | None:
-    """What the checks of arguments see of them; None if it cannot be compared.
-
-    Of the arrays of a model, that is their dtypes: without `where` and `filter_spec`,
-    nobody looks at more of them.
-    """
-    if len(args) != 1:
-        return None
-    for x in kwargs.values():
-        entries = x if type(x) is tuple else (x,)
-        types = (int,) if type(x) is tuple else _SIMPLE
-        if not all(type(entry) in types for entry in entries):
-            return None
-    leaves, treedef = jtu.tree_flatten(args[0])
-    kinds = [x.dtype if isinstance(x, jax.Array) else x for x in leaves]
-    # Numbers in the destination of parameters are warned of in each call.
-    if not all(isinstance(x, np.dtype) or callable(x) for x in kinds):
-        return None
-    return (cls, treedef, *kinds, *kwargs.items())
-
-
-class AbstractEstimator(
-    AbstractKernelFunction, AbstractKernelSettings, metaclass=_RememberingMeta
-):
+class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     """An empirical kernel: a kernel function with a model."""
 
     model: Callable | tuple[Callable, eqx.nn.State]

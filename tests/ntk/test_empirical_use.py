@@ -535,26 +535,3 @@ def test_products_of_gradients_of_a_loss(getkey):
     top = EmpiricalNTK(cast(_Losses(models)), block_size=BLOCK, reduce=TopK(3))
     expected = np.argsort(-(g1 @ g2.T), axis=1)[:, :3]
     np.testing.assert_array_equal(top(first, second).indices, expected)
-
-
-def test_estimators_that_are_made_again_are_not_checked_again(getkey):
-    """For models that differ in the values of their arrays only."""
-    model, settings = bent(3, 2, getkey()), {"trace_axes": (), "block_size": 3}
-    first = EmpiricalNTK(model, **settings)
-    other = jax.tree.map(lambda x: 2 * x if eqx.is_array(x) else x, model)
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name))
-    again = EmpiricalNTK(other, **settings)
-    sys.setprofile(None)
-    assert "check_types" not in calls
-    assert again.model is other
-    # By name, it is checked.
-    assert eqx.tree_equal(again, EmpiricalNTK(model=other, **settings))
-    assert eqx.tree_equal(first, EmpiricalNTK(model=model, **settings))
-    # What differs otherwise is checked.
-    for wrong in ({"trace_axes": (True,)}, {"block_size": 3.0}, {"block_size": True}):
-        with pytest.raises(TypeError, match=f"`{next(iter(wrong))}` must be"):
-            EmpiricalNTK(other, **{**settings, **wrong})
-    whole = jax.tree.map(lambda x: x.astype(int) if eqx.is_array(x) else x, model)
-    with pytest.raises(ValueError, match="no arrays of an inexact dtype"):
-        EmpiricalNTK(whole, **settings)
