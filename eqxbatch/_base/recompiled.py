@@ -145,12 +145,13 @@ def _is_transform(x: object) -> bool:
 
 
 def _entry(tree: PyTree, key: Any) -> Any:
+    """What is at a key of a PyTree; None where its class does not give it back."""
     if isinstance(key, jtu.GetAttrKey):
-        return getattr(tree, key.name)
+        return getattr(tree, key.name, None)
     index = key.idx if isinstance(key, jtu.SequenceKey) else getattr(key, "key", None)
     try:
         return tree[index]
-    except (TypeError, LookupError):  # A class of a user with keys of its own.
+    except (TypeError, LookupError):
         return None
 
 

@@ -6,7 +6,7 @@ Sums and moments are exact with a remainder and after an early stop.
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from .._base.mesh import spec_of, with_type_of
 from .._base.types import check_fields
+from .arguments import Dtype, Primals, Tangents, Typed
 from .blocks import are_split, Block, Blocks, merge_parts, split_parts
 
 
@@ -43,9 +44,26 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
     returns for the results of its examples. In [`eqxbatch.filter_microbatch`][], it is
     what the function returns for the microbatch, and `aggregate` is not called.
 
-    By default, an accumulator is applied to each array of the output separately. With
-    the class attribute `leafwise = False`, it is applied to the whole sub-PyTree at its
-    place instead, as optax's accumulators are.
+    Class attributes say what else an accumulator can do:
+
+    - `leafwise`: by default, it is applied to each array of the output separately. With
+        `leafwise = False`, it is applied to the whole sub-PyTree at its place instead,
+        as optax's accumulators are.
+    - `counts_new`: whether `aggregate` counts no example twice if two microbatches have
+        it: it takes the new ones from `block.new` and their number from
+        `block.num_new`. Then a remainder can run as a full microbatch that overlaps the
+        one before it, which saves a program. Each class says this for itself, because
+        another `aggregate` can break it.
+    - `one_shape`: whether the results of all microbatches must have one shape. A
+        remainder with another shape, which might be broadcast, then raises.
+    - `of_equal`: whether the result for equal numbers is that number. Python numbers in
+        an output then stay as they are; otherwise, they raise.
+    - `of_last`: whether the result is that of the last microbatch, as it is. If none
+        runs, there is no such result, which raises.
+    - `keeps_weak`: whether a result is weakly typed if that of a microbatch is. It must
+        be an array.
+    - `state_as`: how an array in an `equinox.nn.State` is accumulated: `"itself"`, by
+        this accumulator; or `"mean"`, by the mean of floats and the last of all others.
 
     !!! example
 
@@ -72,6 +90,12 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
     """
 
     leafwise: ClassVar[bool] = True
+    counts_new: ClassVar[bool] = False
+    one_shape: ClassVar[bool] = False
+    of_equal: ClassVar[bool] = False
+    of_last: ClassVar[bool] = False
+    keeps_weak: ClassVar[bool] = False
+    state_as: ClassVar[Literal["itself", "mean"]] = "itself"
 
     @abc.abstractmethod
     def init(self, value: PyTree[_Struct], blocks: Blocks) -> _State:
@@ -130,6 +154,11 @@ class Concat(AbstractAccumulator[Array]):
         ```
     """
 
+    counts_new: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    keeps_weak: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
+
     axis: int = eqx.field(static=True, default=0)
 
     __check_init__ = check_fields
@@ -171,7 +200,7 @@ class Concat(AbstractAccumulator[Array]):
     ) -> Shaped[Array, "..."]:
         return jnp.moveaxis(values, 0, self.axis)
 
-    def extent(self, value: Any, blocks: Blocks) -> int:
+    def extent(self, value: Typed, blocks: Blocks) -> int:
         """The number of rows of the result, from the value of a full microbatch."""
         rows = value.shape[self.axis_of(value)]
         # A result with as many rows as examples (or a multiple) scales with the size;
@@ -179,12 +208,12 @@ class Concat(AbstractAccumulator[Array]):
         per_example, per_block = divmod(rows, blocks.size)
         return rows * blocks.num if per_block else per_example * blocks.total
 
-    def parts_of(self, value: Any, block: Block) -> int:
+    def parts_of(self, value: Typed, block: Block) -> int:
         """The parts that the rows of a value come from; 1 if rows are not examples."""
         rows = value.shape[self.axis_of(value)]
         return 1 if rows % block.size else block.parts
 
-    def axis_of(self, value: Any) -> int:
+    def axis_of(self, value: Typed) -> int:
         """`axis` as a non-negative number."""
         if not -len(value.shape) <= self.axis < len(value.shape):
             raise ValueError(
@@ -216,7 +245,12 @@ class Last(AbstractAccumulator[Array]):
         ```
     """
 
-    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
+    counts_new: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    of_last: ClassVar[bool] = True
+    keeps_weak: ClassVar[bool] = True
+
+    def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
         # If batches follow, an empty one can be the first.
         if blocks.total == 0 and not blocks.continues:
             raise ValueError(
@@ -253,6 +287,12 @@ class _Extreme(eqx.Module):
 class AbstractExtreme(AbstractAccumulator[_Extreme]):
     """The largest or smallest result. Before the first one, it is `sign` times inf."""
 
+    # No example counts twice in the value, but it does in `count`, which says how the
+    # derivative is shared among the examples that attain it: `counts_new` is False.
+    one_shape: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
+
     sign: ClassVar[int]
 
     @staticmethod
@@ -260,9 +300,9 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
     def pick(x: Array, y: Array, /) -> Array:
         """The elementwise larger or smaller of two results."""
 
-    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+    def init(self, value: _Struct, blocks: Blocks) -> _Extreme:
         struct = value.value if isinstance(value, _Extreme) else value
-        identity = _identity(type(self).__name__, struct.dtype, self.sign)
+        identity = _before_any(type(self).__name__, struct.dtype, self.sign)
         extreme = jnp.full(struct.shape, identity, struct.dtype)
         return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
 
@@ -285,7 +325,7 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
         return state.value
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
-        _identity(type(self).__name__, values.dtype, self.sign)
+        _before_any(type(self).__name__, values.dtype, self.sign)
         extreme = values.max(axis=0) if self.sign < 0 else values.min(axis=0)
         count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
         return _Extreme(extreme, count)
@@ -362,13 +402,13 @@ def _picked(pick: Callable, x: Array, y: Array, share: Array) -> Array:
 
 
 @_picked.defjvp
-def _picked_jvp(pick: Callable, primals: tuple, tangents: tuple) -> tuple:
+def _picked_jvp(pick: Callable, primals: Primals, tangents: Tangents) -> tuple:
     x, y, share = primals
     t_x, t_y, _ = tangents
     return pick(x, y), share * t_x + (1 - share) * t_y
 
 
-def _identity(name: str, dtype: Any, sign: int) -> Any:
+def _before_any(name: str, dtype: Dtype, sign: int) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         if np.isinf(np.asarray(np.inf, dtype)):
             return sign * np.inf

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,11 +18,13 @@ from .._base.structs import array_structs
 from .._base.traced_function import TracedFunction
 from .._base.trees import difference, safe_zip, shown
 from .accumulators import Concat
+from .arguments import Arguments, RowArrays
 from .batch import Batch, unbatched
-from .loop import accumulated, Rows, run_blocks
+from .loop import accumulated, run_blocks
 from .loss import Loss, split_examples
 from .padding import Padding, unless_padding
 from .parameters import are_parameters, as_where, UNRAVEL, warn_of_numbers
+from .rows import Rows
 from .slots import as_slots, Slots, types_of
 from .sums import check_adds, Mean, OfTotals, rows_and_weights, Sum
 from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform
@@ -53,7 +55,7 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
     Python numbers are accepted as scalar arrays.
     """
 
-    def as_array(x: Any, like: Any) -> Any:
+    def as_array(x: PyTree, like: PyTree) -> Any:
         is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
         return jnp.asarray(x, like.dtype) if is_number else x
 
@@ -67,6 +69,20 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
             f"differentiated, {shown(diff)}; got {shown(vector)}. {remedy}"
         )
     return jtu.tree_leaves(arrays)
+
+
+class SplitArgument(NamedTuple):
+    """The differentiated part of an argument, and the rest of it."""
+
+    diff: PyTree
+    nondiff: PyTree
+
+
+class Totals(NamedTuple):
+    """Sums over examples, and what there is for each of them."""
+
+    sums: Any
+    aux: Any
 
 
 class AbstractDerivative(AbstractTransform):
@@ -109,14 +125,14 @@ class AbstractDerivative(AbstractTransform):
         """The name of an axis that couples the examples of a microbatch, if any."""
         return None
 
-    def batch(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+    def batch(self, args: Arguments, kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; the first one is not batched."""
         if self.in_axes is None:
             return unbatched(args, kwargs)
         fun, shares = self.__wrapped__, self.coupling_axis is not None
         return split_examples(fun, self.in_axes, args, kwargs, shares_states=shares)
 
-    def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def parameters(self, args: Arguments, kwargs: dict[str, Any]) -> SplitArgument:
         """The differentiated part of the first argument, and the rest of it.
 
         Raises `TypeError` for dtypes that do not fit `holomorphic`. Warns of Python
@@ -139,9 +155,9 @@ class AbstractDerivative(AbstractTransform):
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)
-        return diff, nondiff
+        return SplitArgument(diff, nondiff)
 
-    def loss_of(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
+    def loss_of(self, args: Arguments, kwargs: dict[str, Any]) -> Loss:
         """The function and its arguments in a call of the transformed function."""
         if self.second_argument is not None:
             args = (*args[:1], *args[2:])
@@ -185,7 +201,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         }
         check_has_batch(self.in_axes, of_batch)
 
-    def in_microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
+    def in_microbatches(self, args: Arguments, kwargs: dict[str, Any]) -> Loss:
         """Like `loss_of`, with the batch cut into microbatches."""
         loss = self.loss_of(args, kwargs)
         if self.in_axes is None:
@@ -199,7 +215,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         program: TracedFunction,
         sums: Callable[[list, Real[Array, " n"] | None], list],
         per_example: Callable[[list], PyTree],
-    ) -> tuple[list, PyTree]:
+    ) -> Totals:
         """Accumulates results over all microbatches.
 
         `sums(rows, weights)` returns (weighted) sums over a microbatch, and
@@ -209,36 +225,35 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         """
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
-            return sums([], None), per_example([])
+            return Totals(sums([], None), per_example([]))
         if not program.backward.is_linear:
             sums = weighted_after(sums, loss.batch.axes)
-        arrays, axes, split = rows_and_weights(accumulator, loss.batch, blocks)
-        padding = Padding.of(loss.batch.arrays, loss.batch.axes, accumulator.weights)
+        batch = rows_and_weights(accumulator, loss.batch)
+        padding = Padding.of(batch)
 
-        def run(
-            rows: list, size: int, of_rows: Array | None
-        ) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = split(rows, of_rows)
-            counting = batch
-            if padding is not None:
-                counting = padding.replaced(batch, weights_of_rows)
+        def run(rows: Rows) -> Totals:
+            rows = rows.weighted()
+            counting = rows if padding is None else padding.replaced(rows)
 
-            def shares(weights: Array | None, share: float) -> list:
+            # In float16, sums may overflow where a share of them does not.
+            def shares(weights: Array | None, share: float) -> list[Array]:
                 if share != 1:
-                    ones = jnp.ones(size) if weights is None else weights
+                    ones = jnp.ones(rows.total) if weights is None else weights
                     weights = ones * share
-                return sums(counting, weights)
+                return sums(counting.arrays, weights)
 
-            totals = weighted_totals(shares, size, weights_of_rows, program.is_narrow)
-            if padding is not None and weights_of_rows is not None:
-                totals = unless_padding(totals, weights_of_rows)
-            return (totals, per_example(batch)), None
+            is_narrow = program.is_narrow
+            totals = weighted_totals(shares, rows.total, rows.weights, is_narrow)
+            # Of rows that do not count, one took the place of all: leave it out, too.
+            if padding is not None and rows.weights is not None:
+                totals = unless_padding(totals, rows.weights)
+            return Totals(totals, per_example(rows.arrays))
 
-        def slots(output: tuple, _: Any) -> Slots:
-            of_examples = Concat() if array_structs(output[1]) else None
-            return as_slots((OfTotals(accumulator), of_examples), output)
+        def slots(output: Totals) -> Slots:
+            of_examples = Concat() if array_structs(output.aux) else None
+            return as_slots(Totals(OfTotals(accumulator), of_examples), output)
 
-        return run_blocks(run, arrays, axes, blocks, slots)
+        return run_blocks(run, batch, blocks, slots)
 
 
 # Sums over the rows of a microbatch, with weights or without.
@@ -252,23 +267,22 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
     backward pass.
     """
 
-    def of_one(rows: list) -> list:
+    def of_one(rows: RowArrays) -> list:
         return sums([jnp.expand_dims(x, a) for x, a in safe_zip(rows, axes)], None)
 
-    def of_each(rows: list, _: int) -> list:
-        *rows, weights = rows
-        results = jax.vmap(of_one, ([*axes],))(rows)
+    def of_each(rows: Rows) -> list[Array]:
+        results = jax.vmap(of_one, ([*axes],))(rows.arrays)
         whole = jax.lax.Precision.HIGHEST
         return [
-            jnp.tensordot(weights.astype(x.dtype), x, 1, precision=whole)
+            jnp.tensordot(rows.weights.astype(x.dtype), x, 1, precision=whole)
             for x in map(widened, results)
         ]
 
-    def weighted(rows: list, weights: Real[Array, " n"] | None) -> list:
+    def weighted(rows: RowArrays, weights: Real[Array, " n"] | None) -> list:
         total = rows[0].shape[axes[0]]
         weights = jnp.ones(total) if weights is None else weights
-        both = Rows([*rows, weights], (*axes, 0), total)
-        one = jax.eval_shape(lambda: of_each(both.at(0, 1).arrays, 1))
+        both = Rows(rows, tuple(axes), total, weights=weights)
+        one = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
         # As many results at a time as factors of sites would be kept.
         size = platform().factor_bytes // max(num_bytes(one), 1)
         return accumulated(of_each, both, max(1, size), Sum())

@@ -40,6 +40,7 @@ from .._base.trees import (
 )
 from .._base.types import check_types
 from .._base.versions import with_consts
+from .arguments import RowArrays
 from .batch import Batch
 from .machine import machine_bytes
 
@@ -74,6 +75,7 @@ def explained_failure(
         if kind == "example":
             calls = ("one example", example), ("a whole batch", batch.arrays)
         (what, rows), (other, other_rows) = calls
+        # Say with what it was called; and, if the other kind works, that it was meant.
         shapes = (
             f"{name} of shape {x.shape}" for name, x in safe_zip(batch.names, rows)
         )
@@ -96,7 +98,7 @@ OTHER_AXIS_NAME = "But `axis_name` is {!r}: pass the name that `fun` uses."
 _NAMED = "It uses a named axis, `{}`, as BatchNorm does in training mode."
 
 
-def _works(call: Callable[[list], Any], rows: list) -> bool:
+def _works(call: Callable[[list], Any], rows: RowArrays) -> bool:
     try:
         eqx.filter_eval_shape(call, rows)
     except Exception:
@@ -239,16 +241,11 @@ def resolved(settings: _Settings) -> _Settings:
     program.
     """
     # Neither `getattr` nor `isinstance`: both take Equinox ten times as long.
-    changes, fields = {}, vars(settings)
-    for name in _NAMES:
-        value = fields.get(name)
+    changes = {}
+    for name, value in vars(settings).items():
         if type(value) is MemoryBudget and value.max_bytes is None:
             changes[name] = MemoryBudget(value.resolve())
     return dataclasses.replace(settings, **changes) if changes else settings
-
-
-# The names of settings that are sizes.
-_NAMES = ("block_size", "microbatch_size", "per_batch")
 
 
 def check_size(name: str, size: Size | str) -> Size:

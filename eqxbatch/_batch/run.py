@@ -6,7 +6,7 @@ Its derivative is that of the loop, with each microbatch computed again if asked
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ from .._base.trees import (
     safe_zip,
 )
 from .._base.versions import with_consts
-from .accumulators import Concat
+from .arguments import Primals, Tangents
 from .blocks import (
     are_split,
     Block,
@@ -34,21 +34,42 @@ from .blocks import (
     remainder_block,
     split_parts,
 )
-
-
-if TYPE_CHECKING:
-    pass
+from .rows import Rows
 from .slots import OutputAccumulator
+
+
+# What a step of the loop takes and returns: the states, and the number of the step.
+_Carry = tuple[list[PyTree], Array]
+
+
+class _RowAxis(NamedTuple):
+    """The axis of the rows in a value, and how many parts these are from."""
+
+    axis: int
+    parts: int
+
+
+class _Ran(NamedTuple):
+    """What full microbatches leave behind.
+
+    - `states`: those of the accumulators.
+    - `pieces`: lists of values that are collected, which come before the remainder.
+    - `num`: how many microbatches ran.
+    """
+
+    states: list[PyTree]
+    pieces: list[list[PyTree]]
+    num: Any
 
 
 class Run(eqx.Module):
     """A run over microbatches, with all arrays that it may be differentiated in.
 
     - `full`, `remainder`: the jaxprs of a microbatch; the former returns `outs`.
-    - `differentiated`: which of the `arrays` are, in a derivative; otherwise None.
+    - `differentiated`: which of the `rows` are, in a derivative; otherwise None.
     """
 
-    arrays: list
+    rows: Rows
     full_consts: list
     remainder_consts: list
     slots: list[OutputAccumulator]
@@ -56,10 +77,9 @@ class Run(eqx.Module):
     full: Any = eqx.field(static=True)
     remainder: Any = eqx.field(static=True)
     outs: list[jax.ShapeDtypeStruct] = eqx.field(static=True)
-    axes: tuple[int, ...] = eqx.field(static=True)
     blocks: Blocks
     checkpoint: bool = eqx.field(static=True)
-    differentiated: list[bool] | None = eqx.field(static=True, default=None)
+    differentiated: Rows | None = eqx.field(static=True, default=None)
 
     @property
     def is_limit_traced(self) -> bool:
@@ -94,18 +114,21 @@ class Run(eqx.Module):
 
     def results(self) -> list[PyTree]:
         values = self.value_structs
+        # Full microbatches share a program, and so a loop.
         states = self.initial_states(values)
         states, pieces, num_ran = self.full_blocks(states)
+        # XLA would run a remainder beside the loop, in other memory: it comes after.
         if self.runs_remainder:
             block = remainder_block(self.blocks)
-            run, rows, is_after = self, [None] * len(self.arrays), None
+            run, is_after = self, None
             if self.is_loop:
                 is_after, states, run = after_loop(
                     num_ran == self.num_steps, states, self
                 )
-            rest = run.values(block, rows, is_after)
+            rest = run.values(block, None, is_after)
             states = self.updated(states, rest, block)
             pieces.append(rest)
+        # Outputs of the loop transpose in place, so values are joined only now.
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
             if is_collected
@@ -120,7 +143,7 @@ class Run(eqx.Module):
             for x, slot in safe_zip(results, self.slots)
         ]
 
-    def initial_states(self, values: list) -> list:
+    def initial_states(self, values: list[PyTree]) -> list:
         """The states before the first microbatch, with their types after the first.
 
         The result of a microbatch may be sharded over a mesh, or vary over the devices
@@ -130,7 +153,7 @@ class Run(eqx.Module):
         init = lambda slot, value: slot.init(value, self.blocks)
         states = self.carried(init, values)
         are_known = all(slot.is_known for slot in self.slots)
-        on_mesh = any(map(is_on_mesh, [*self.arrays, *jtu.tree_leaves(values)]))
+        on_mesh = any(map(is_on_mesh, jtu.tree_leaves((self.rows, values))))
         if self.blocks.total == 0 or (are_known and not on_mesh):
             return states
         block = full_block(self.blocks, 0)
@@ -150,10 +173,7 @@ class Run(eqx.Module):
         because each access to a method of a Module flattens the Module.
         """
         is_differentiated = self.differentiated is not None
-        return [
-            is_differentiated and isinstance(slot.accumulator, Concat)
-            for slot in self.slots
-        ]
+        return [is_differentiated and slot.concat is not None for slot in self.slots]
 
     def carried(self, fun: Callable[..., Any], *lists: list) -> list:
         """`fun(slot, ...)` for each slot; None for what is collected."""
@@ -164,16 +184,16 @@ class Run(eqx.Module):
             )
         ]
 
-    def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
+    def full_blocks(self, states: list[PyTree]) -> _Ran:
         """The states after all full microbatches, the collected values, and a count."""
         if self.num_steps == 0:
-            return states, [], 0
+            return _Ran(states, [], 0)
         if not self.is_loop:
             block = full_block(self.blocks, 0)
-            values = self.values(block, [None] * len(self.arrays), None)
-            return self.updated(states, values, block), [values], 1
+            values = self.values(block, None, None)
+            return _Ran(self.updated(states, values, block), [values], 1)
 
-        def step(carry: tuple, rows: list) -> tuple[tuple, list]:
+        def step(carry: _Carry, rows: Rows | None) -> tuple[_Carry, list]:
             states, index = carry
             block = full_block(self.blocks, index)
             values = self.values(block, rows, None)
@@ -183,18 +203,19 @@ class Run(eqx.Module):
             ]
             return (self.updated(states, values, block), index + 1), collected
 
-        threaded = self.differentiated or [False] * len(self.arrays)
-        rows = [
-            self.cut(x, axis) if is_threaded else None
-            for x, axis, is_threaded in safe_zip(self.arrays, self.axes, threaded)
-        ]
+        # Inputs of the scan transpose in place, so differentiated rows are cut before.
+        rows = None
+        if self.differentiated is not None:
+            scanned = eqx.filter(self.rows, self.differentiated)
+            rows = scanned.mapped(self.cut, self.blocks.size)
+        # Only the loop tells how many ran, which `results` needs as a condition.
         carry = (states, jnp.zeros((), jnp.int32))
         (states, num_ran), collected = lax.scan(step, carry, rows, self.num_steps)
         merged = [
             None if value is None else self.merged(slot, value)
             for slot, value in safe_zip(self.slots, collected)
         ]
-        return states, [merged], num_ran
+        return _Ran(states, [merged], num_ran)
 
     def cut(self, x: Array, axis: int) -> Array:
         """The full microbatches of an array, along a new axis 0."""
@@ -209,34 +230,40 @@ class Run(eqx.Module):
         x = jnp.moveaxis(split_parts(x, axis, num), axis, 0)
         return merge_parts(x, axis) if is_split else x
 
-    def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
+    def values(
+        self, block: Block, rows: Rows | None, condition: Array | None
+    ) -> list[PyTree]:
         """The values of a microbatch, or zeros if it is not to run.
 
-        If `rows` is None, the rows are cut out here.
+        Of its rows, those that are not in `rows` are cut out here.
         """
         if self.is_limit_traced:
             in_limit = block.index < self.limit
             condition = in_limit if condition is None else condition & in_limit
 
-        def compute(rows: list) -> list[PyTree]:
+        def compute(rows: Rows | None) -> list[PyTree]:
             # These have been rearranged.
             of_parts = dataclasses.replace(block, in_order=False)
-            arrays = [
-                of_parts.take(x, axis) if row is None else row
-                for x, axis, row in safe_zip(self.arrays, self.axes, rows)
-            ]
+            if rows is None:
+                rows = self.rows.at(of_parts)
+            else:
+                others = eqx.filter(self.rows, self.differentiated, inverse=True)
+                rows = eqx.combine(rows, others.at(of_parts))
             if block.is_remainder:
                 jaxpr, consts = self.remainder, self.remainder_consts
             else:
                 jaxpr, consts = self.full, self.full_consts
             if self.blocks.overlaps:
-                arrays.append(block.shares())
+                rows = rows.with_(shares=block.shares())
             # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
             evaluate = evaluate_in_loop if is_inside else run_jaxpr
-            outs = [as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
+            outs = [
+                as_strong(x) for x in evaluate(jaxpr, consts, jtu.tree_leaves(rows))
+            ]
             return [slot.value(outs, block) for slot in self.slots]
 
+        # In a loop, XLA cannot merge both computations anyway.
         if self.checkpoint:
             is_in_loop = self.is_loop and not block.is_remainder
             compute = jax.checkpoint(compute, prevent_cse=not is_in_loop)
@@ -247,14 +274,14 @@ class Run(eqx.Module):
             skip = lambda _: jtu.tree_map(zeros_like, shapes)
             return lax.cond(condition, compute, skip, rows)
 
-    def updated(self, states: list, values: list, block: Block) -> list:
+    def updated(self, states: list[PyTree], values: list[PyTree], block: Block) -> list:
         """The states after one more microbatch."""
 
-        def update(slot: OutputAccumulator, state: Any, value: Any) -> Any:
+        def update(slot: OutputAccumulator, state: PyTree, value: PyTree) -> Any:
             new = slot.update(state, value, block)
             # Values of microbatches past the limit are zero, and `Concat` writes these:
             # selecting between arrays would cost a copy.
-            if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
+            if self.is_limit_traced and slot.concat is None:
                 choose = functools.partial(lax.select, block.index < self.limit)
                 new = jtu.tree_map(choose, new, state)
             return new
@@ -272,7 +299,9 @@ class Run(eqx.Module):
             x = jnp.moveaxis(stacked, 0, axis)
         return merge_parts(x, axis)
 
-    def joined(self, slot: OutputAccumulator, value: Any, pieces: list) -> Array:
+    def joined(
+        self, slot: OutputAccumulator, value: jax.ShapeDtypeStruct, pieces: list[Array]
+    ) -> Array:
         """The result of a collected slot; rows that did not run are zero."""
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
@@ -291,11 +320,12 @@ class Run(eqx.Module):
         x = jnp.concatenate(pieces, along)
         return merge_parts(x, axis) if is_split else x
 
-    def rows_of(self, slot: OutputAccumulator, value: Any) -> tuple[int, int]:
+    def rows_of(self, slot: OutputAccumulator, value: jax.ShapeDtypeStruct) -> _RowAxis:
         """The axis of the rows in the value of a full microbatch, and their parts."""
-        concat = slot.accumulator
-        assert isinstance(concat, Concat)
-        return concat.axis_of(value), concat.parts_of(value, full_block(self.blocks, 0))
+        concat = slot.concat
+        assert concat is not None
+        first = full_block(self.blocks, 0)
+        return _RowAxis(concat.axis_of(value), concat.parts_of(value, first))
 
 
 @eqx.filter_custom_jvp
@@ -304,7 +334,7 @@ def run_loop(run: Run) -> list[PyTree]:
 
 
 @run_loop.def_jvp
-def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
+def _loop_jvp(primals: Primals, tangents: Tangents) -> tuple:
     """The derivative, through a loop whose transpose is efficient, too.
 
     Microbatches are read with a dynamic slice and written with a dynamic update slice,
@@ -319,7 +349,7 @@ def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
 
     def results(diff: Run) -> list[PyTree]:
         run = eqx.combine(diff, nondiff)
-        return dataclasses.replace(run, differentiated=perturbed.arrays).results()
+        return dataclasses.replace(run, differentiated=perturbed.rows).results()
 
     out, t_out = jax.jvp(results, (diff,), (tangents,))
     # There are no tangents of integers.
@@ -327,7 +357,7 @@ def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
     return out, jtu.tree_map(lambda x, t: t if is_inexact(x) else None, out, t_out)
 
 
-def _check_backward(run: Run, perturbed: Any) -> None:
+def _check_backward(run: Run, perturbed: PyTree) -> None:
     """Raises for a backward pass whose result would depend on the microbatch size.
 
     In `jax.vmap`, it is called once with the sum of the cotangents of all examples, and
@@ -346,7 +376,7 @@ def _check_backward(run: Run, perturbed: Any) -> None:
         )
 
 
-def as_strong(x: Any) -> Array:
+def as_strong(x: PyTree) -> Array:
     # A constant output is a literal of the jaxpr and not an array yet. Loop carries
     # have no weak types, so the first microbatch must not have any either.
     x = jnp.asarray(x)

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
@@ -17,14 +17,14 @@ from .._base.trees import (
     described,
 )
 from .._base.types import check_types
-from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
+from .accumulators import AbstractAccumulator, Concat, Last
+from .arguments import Dtype, KeyPath
 from .blocks import (
     Block,
     Blocks,
 )
-from .log_sum_exp import LogSumExp
 from .reading import is_state
-from .sums import AbstractSummary, is_summary, Mean, Sum, Variance
+from .sums import AbstractSummary, is_summary, Mean, Sum
 
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ class _OptaxAccumulator(AbstractAccumulator[Any]):
     def init(self, value: PyTree, blocks: Blocks) -> Any:
         return self.accumulator.init(value)
 
-    def update(self, state: Any, value: PyTree, block: Block) -> Any:
+    def update(self, state: PyTree, value: PyTree, block: Block) -> Any:
         index: Any = block.index  # optax annotates an int, but passes a traced array.
         return self.accumulator.update(state, value, index)
 
-    def finalize(self, state: Any) -> PyTree:
+    def finalize(self, state: PyTree) -> PyTree:
         return self.accumulator.finalize(state)
 
     def aggregate(self, values: PyTree, block: Block) -> PyTree:
@@ -58,14 +58,6 @@ _FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
     "MEAN": Mean,
     "RUNNING_MEAN": lambda: Mean(running=True),
 }
-
-
-# With these, the result of equal numbers is that number.
-_OF_EQUAL = (Concat, Last, Max, Mean, Min)
-
-
-# An `equinox.nn.State` is none of what these reduce or join.
-_NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, Sum, Variance)
 
 
 _State = PyTree[Shaped[ArrayLike, "..."]]
@@ -96,7 +88,7 @@ class OutputAccumulator:
     before: Any = None
     offset: tuple[Any, Any] = (0, 0)
 
-    def value(self, arrays: list, block: Block) -> PyTree[Array]:
+    def value(self, arrays: list[Array], block: Block) -> PyTree[Array]:
         """The value of a microbatch, from all arrays of its output."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
         with self.named():
@@ -115,7 +107,7 @@ class OutputAccumulator:
         with self.named():
             return self._checked("init", self.accumulator.init(value, blocks))
 
-    def update(self, state: Any, value: PyTree, block: Block) -> Any:
+    def update(self, state: PyTree, value: PyTree, block: Block) -> Any:
         """The state after one more microbatch."""
         if self.continues and not self.is_known:
             index, start = self.offset
@@ -123,7 +115,7 @@ class OutputAccumulator:
             block = dataclasses.replace(block, index=index, start=start, total=None)
         return self._checked("update", self.accumulator.update(state, value, block))
 
-    def after(self, state: Any) -> Any:
+    def after(self, state: PyTree) -> Any:
         """The state with those of the batches before.
 
         Summaries are added up once for each batch, because this takes more time than to
@@ -133,9 +125,14 @@ class OutputAccumulator:
             return self.before.plus(state.whole())
         return state
 
-    def finalize(self, state: Any) -> Any:
+    def finalize(self, state: PyTree) -> Any:
         """The result; or the state, if more batches come."""
         return state if self.continues else self.accumulator.finalize(state)
+
+    @property
+    def concat(self) -> Concat | None:
+        """The accumulator, if it joins rows."""
+        return self.accumulator if isinstance(self.accumulator, Concat) else None
 
     @property
     def is_known(self) -> bool:
@@ -144,14 +141,14 @@ class OutputAccumulator:
         is_foreign = isinstance(self.accumulator, _OptaxAccumulator)
         return module == __name__.partition(".")[0] and not is_foreign
 
-    def _checked(self, name: str, state: Any) -> Any:
+    def _checked(self, name: str, state: PyTree) -> Any:
         if self.is_known:
             return state
         what = f"the state from `{name}` of `{type(self.accumulator).__name__}`"
         check_types({what: state}, {what: _State})
         return state
 
-    def check_state(self, before: Any, after: Any) -> None:
+    def check_state(self, before: PyTree, after: PyTree) -> None:
         """Raises if a microbatch changes the type of the state: both are structs."""
         if types_of(before) != types_of(after):
             raise TypeError(
@@ -160,15 +157,15 @@ class OutputAccumulator:
                 f"and `update` {after}."
             )
 
-    def is_weak(self, outs: list) -> bool:
+    def is_weak(self, outs: Sequence[Any]) -> bool:
         """Whether a result is weakly typed, as it would be with `jax.vmap`.
 
         `outs` is what a microbatch returns.
         """
-        is_state = self.in_state and isinstance(self.accumulator, Mean)
-        if not isinstance(self.accumulator, (Concat, Last)) and not is_state:
-            return False
-        if self.continues:
+        # The mean of floats in a state has their type.
+        is_mean = self.in_state and self.accumulator.state_as == "mean"
+        keeps_weak = self.accumulator.keeps_weak or is_mean
+        if not keeps_weak or self.continues or len(self.indices) != 1:
             return False
         (index,) = self.indices
         return getattr(outs[index], "weak_type", False)
@@ -183,22 +180,42 @@ class OutputAccumulator:
             raise
 
 
-def is_accumulator(x: Any) -> bool:
+def is_accumulator(x: object) -> bool:
     return x is None or isinstance(x, AbstractAccumulator)
-
-
-# These count an example of two microbatches once. Extremes share derivatives among all
-# examples that attain them, and accumulators of users know nothing of it.
-_COUNTING = (Concat, Last, LogSumExp, Mean, Sum, Variance)
 
 
 def all_count_new(accumulators: PyTree) -> bool:
     """Whether overlapping microbatches have the results of separate ones."""
     leaves = jtu.tree_leaves(accumulators, is_leaf=is_accumulator)
-    return all(x is None or type(canonicalise(x)) in _COUNTING for x in leaves)
+    # A subclass may have another `aggregate`, so it says this for itself.
+    classes = [type(canonicalise(x)) for x in leaves if x is not None]
+    return all(vars(cls).get("counts_new", False) for cls in classes)
 
 
-def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
+def accumulators_of(accumulated: eqx.Module) -> dict[str, PyTree]:
+    """The fields of a transform that are accumulators, whatever their names are.
+
+    Accumulators in its functions are those of other transforms.
+    """
+    fields = {
+        x.name: getattr(accumulated, x.name) for x in dataclasses.fields(accumulated)
+    }
+    return {
+        name: value
+        for name, value in fields.items()
+        if not callable(value) and _are_accumulators(value)
+    }
+
+
+def _are_accumulators(value: PyTree) -> bool:
+    leaves = jtu.tree_leaves(value, is_leaf=is_accumulator)
+    leaves = [x for x in leaves if x is not None]
+    return bool(leaves) and all(
+        is_accumulator(x) or type(x).__module__.split(".")[0] == "optax" for x in leaves
+    )
+
+
+def canonicalise(accumulator: PyTree) -> AbstractAccumulator | None:
     if is_accumulator(accumulator):
         return accumulator
     # Imported here because the import is slow.
@@ -236,10 +253,10 @@ class Slots:
         arrays = array_structs(output)
 
         def merged(slot: OutputAccumulator) -> OutputAccumulator:
-            keeps_examples = slot.per_example and isinstance(slot.accumulator, Concat)
+            keeps_examples = slot.per_example and slot.concat is not None
             if not slot.in_state or keeps_examples:
                 return slot
-            if not isinstance(slot.accumulator, _NOT_OF_STATES):
+            if slot.accumulator.state_as == "itself":
                 return slot
             dtype = arrays[slot.indices[0]].dtype
             accumulator = of_state(slot.accumulator, dtype)
@@ -297,6 +314,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
                 f"`accumulator` is None for output{jtu.keystr(path)}, which has "
                 "arrays. Give an accumulator for them, such as `Concat()`."
             )
+        # A slot takes its arrays from the flat list of all by their positions.
         first = sum(len(slot.indices) for slot in slots)
         if _is_leafwise(acc, part):
             leaf = jtu.tree_structure(0)
@@ -310,6 +328,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
         else:
             indices = tuple(range(first, first + len(paths)))
             slots.append(OutputAccumulator(acc, indices, treedef, jtu.keystr(path)))
+    # Parts without arrays have no slot, but return as they are.
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
@@ -329,7 +348,7 @@ def _are_in_states(arrays: PyTree) -> list[bool]:
     ]
 
 
-def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulator:
+def of_state(accumulator: AbstractAccumulator, dtype: Dtype) -> AbstractAccumulator:
     """The accumulator for an array in an `equinox.nn.State`."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return Last()
@@ -337,8 +356,10 @@ def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulato
     return accumulator if isinstance(accumulator, Mean) else Mean(running=True)
 
 
-def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
-    if accumulator is None or isinstance(accumulator, _OF_EQUAL):
+def _check_numbers(
+    path: KeyPath, accumulator: AbstractAccumulator | None, part: PyTree
+) -> None:
+    if accumulator is None or accumulator.of_equal:
         return
     # Numbers in a module are its settings, and not results.
     is_module = lambda x: isinstance(x, eqx.Module)
@@ -352,7 +373,7 @@ def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
             )
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether `x` is a Python number. A bool is a flag instead."""
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 

@@ -29,12 +29,14 @@ from .._base.trees import safe_zip, shown
 from .._base.types import as_jax, check_types
 from .._base.versions import varying
 from .._batch.accumulators import Concat
+from .._batch.arguments import Arguments
 from .._batch.blocks import Blocks
 from .._batch.derivative import AbstractDerivative, like_parameters
 from .._batch.loop import run_blocks, runs_once
 from .._batch.loss import Loss
 from .._batch.padding import Padding
 from .._batch.reading import is_state
+from .._batch.rows import Rows
 from .._batch.slots import (
     all_count_new,
     as_slots,
@@ -186,6 +188,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             if not eqx.is_array(bound):
                 remedy = "Use None for parts that are not clipped."
                 check_at_least("clip_norm", bound, 0, remedy)
+        # Gradients that no function needs are not materialised.
         functions = {"transform": self.transform, "metrics": self.metrics}
         of_gradients = [name for name, x in functions.items() if x is not None]
         if self.method == "sites" and of_gradients:
@@ -208,6 +211,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                     "`norms` says which norms `return_norms` returns and `scale` gets, "
                     "but neither is given. Pass one of them, or leave `norms` out."
                 )
+        # What is about single examples needs a loss of one example.
         norms = ["clip_norm, scale, nan_safe or return_norms"] * self.needs_norms
         more = ["moments"] * self.moments + ["against"] * (self.against is not None)
         per_example = [*of_gradients, *norms, *more]
@@ -226,6 +230,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 "the loss is that of a whole microbatch, which calls `jax.vmap` with "
                 "an `axis_name` itself. Leave one of them out."
             )
+        # Gradients are added up over examples before an accumulator could see them.
         accumulator = self.gradient_accumulator
         if self.transform is None and not isinstance(accumulator, Sum | Mean):
             raise TypeError(
@@ -294,6 +299,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         gradient, for a [`eqxbatch.Mean`][], whose divisor depends on the examples, and
         for weights without `weight`.
         """
+        # A leaf in a group without a bound leaves the share of an example unbounded.
         diff, _ = self.parameters((model,), {})
         groups = clipping_groups(self.clip_norm, None, None, False, diff)
         bounds = [x for x, part in safe_zip(groups.bounds, groups.members) if part]
@@ -332,7 +338,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     def coupling_axis(self) -> Hashable | None:
         return self.axis_name
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
@@ -345,24 +351,20 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             # With shares of two microbatches, gradients would be formed; see
             # `gradient_of_nonlinear`.
             blocks = dataclasses.replace(blocks, overlaps=False)
-        accumulator = self.gradient_accumulator
-        arrays, axes, split = rows_and_weights(accumulator, batch, blocks)
-        padding = Padding.of(batch.arrays, batch.axes, self.weights)
-        loss = dataclasses.replace(loss, padding=padding)
-        bounds, total = self._bounds_of_examples, batch.total()
+        # Weights and bounds of examples are cut as their arrays are.
+        rows = rows_and_weights(self.gradient_accumulator, batch)
+        loss = dataclasses.replace(loss, padding=Padding.of(rows))
+        bounds = self._bounds_of_examples
         for bound in bounds:
             what = "The shape of a `clip_norm` with a bound for each example"
-            check_equal(what, bound.shape, (total,))
-        bounds = [*map(checked_bound, bounds)]
-        num, gradients = len(bounds), self._gradients_on_mesh(loss, example)
-
-        def run(rows: list, _: int, of_rows: Array | None) -> tuple[Results, None]:
-            return gradients(*split(rows[num:], of_rows), rows[:num]), None
-
-        arrays, axes = [*bounds, *arrays], (*[0] * num, *axes)
+            check_equal(what, bound.shape, (rows.total,))
+        rows = rows.with_(bounds=[*map(checked_bound, bounds)])
+        gradients = self._gradients_on_mesh(loss, example, rows)
+        run = lambda rows: gradients(rows.weighted())
         limit = self.limit(blocks)
-        of_whole, of_each = run_blocks(run, arrays, axes, blocks, self.slots, limit)
+        of_whole, of_each = run_blocks(run, rows, blocks, self.slots, limit)
         results = {**of_whole, **of_each}
+        # Parameters that devices share have one gradient, summed over these.
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
                 lambda x, d: sum_except(d.astype(x.dtype), varying(jax.typeof(x))),
@@ -383,14 +385,17 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return loss.traced(_IF_WHOLE)
 
     def _gradients_on_mesh(
-        self, loss: Loss, example: TracedFunction | None
+        self, loss: Loss, example: TracedFunction | None, rows: Rows
     ) -> BlockGradients:
-        """The function that computes the gradients of a microbatch, on any devices."""
+        """The function that computes the gradients of a microbatch, on any devices.
+
+        Of the `rows`, which are those of the batch, only the types matter.
+        """
         if explicit_mesh(loss) is None:
             return self.block_gradients(loss, example)
 
-        def run(transform: Any, loss: Loss, *rows: Any) -> Results:
-            return transform.block_gradients(loss, transform._example(loss))(*rows)
+        def run(transform: Any, loss: Loss, rows: Rows) -> Results:
+            return transform.block_gradients(loss, transform._example(loss))(rows)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
@@ -404,8 +409,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 is_leaf=is_one,
             ),
         )
-        like = (loss.batch.arrays, self.weights, self._bounds_of_examples)
-        return auto_sharded(run, (self, loss), like, specs)
+        return auto_sharded(run, (self, loss), (rows,), specs)
 
     def block_gradients(
         self, loss: Loss, example: TracedFunction | None
@@ -467,7 +471,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         _, aux = example.out
         return self.value_accumulator is not None or bool(array_structs(aux))
 
-    def slots(self, output: Results, _: None) -> Slots:
+    def slots(self, output: Results) -> Slots:
         """The accumulators for the results of a microbatch."""
         accumulator, of_values = self.gradient_accumulator, self.value_accumulator
         if of_values is None:

@@ -1,13 +1,12 @@
 """The gradients of a microbatch: of a whole, of a sum, or one for each example.
 
-Each function here that computes them returns a function of the rows of a microbatch and
-of optional weights of its examples. It returns gradients, values, aux and norms by
-name: those of the microbatch, and those of its examples.
+Each function here that computes them returns a function of the rows of a microbatch,
+with its weights and bounds. It returns gradients, values, aux and norms by name: those
+of the microbatch, and those of its examples.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -27,9 +26,11 @@ from .._base.narrow import is_narrow_dtype
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.types import check_types
+from .._batch.arguments import Leaves, RowArrays, ValueAndAux
 from .._batch.loss import Loss
 from .._batch.memory import explained_failure
 from .._batch.padding import Padding, unless_padding
+from .._batch.rows import Rows
 from .._sites.factors import (
     kept_examples,
 )
@@ -40,8 +41,7 @@ from .clipping import Groups, squares_of_examples, squares_one_by_one
 Results = tuple[dict[str, PyTree], dict[str, PyTree]]
 
 
-# The third argument has the bounds of which there is one for each example.
-BlockGradients = Callable[[list, Array | None, list], Results]
+BlockGradients = Callable[[Rows], Results]
 
 
 _IF_ONE = "If it is the loss of one example, leave out `batched=True`."
@@ -57,10 +57,14 @@ _INSIDE = (
 _Result = PyTree[Shaped[ArrayLike, "..."]]
 
 
+# What `equinox.filter_value_and_grad` returns for a function with aux.
+_ValueAndGradient = tuple[ValueAndAux, PyTree]
+
+
 def gradient_of_microbatch(loss: Loss) -> BlockGradients:
     """The gradient of a loss of a whole microbatch."""
 
-    def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+    def of_rows(diff: PyTree, rows: RowArrays) -> ValueAndAux:
         call = functools.partial(loss, diff)
         setting = "microbatch", _IF_ONE, rows, _INSIDE
         with explained_failure(call, loss.batch, *setting):
@@ -70,8 +74,8 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
     if any(is_narrow_dtype(x.dtype) for x in jtu.tree_leaves(loss.parameters)):
         value_and_grad = _unrounded(of_rows)
 
-    def gradients(rows: list, *_: Any) -> Results:
-        (value, aux), gradient = value_and_grad(loss.parameters, rows)
+    def gradients(rows: Rows) -> Results:
+        (value, aux), gradient = value_and_grad(loss.parameters, rows.arrays)
         return {"value": value, "aux": aux, "gradient": gradient}, {}
 
     return gradients
@@ -80,10 +84,10 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 def _unrounded(fun: Callable[[PyTree, list], tuple[Array, PyTree]]) -> Callable:
     """Values and gradients as of Equinox, in float32 for parameters in float8."""
 
-    def value_and_grad(diff: PyTree, rows: list) -> tuple[tuple[Array, PyTree], PyTree]:
+    def value_and_grad(diff: PyTree, rows: RowArrays) -> _ValueAndGradient:
         whole = TracedFunction(fun, diff, rows)
 
-        def value(leaves: list) -> tuple[Array, list]:
+        def value(leaves: list[Array]) -> ValueAndAux:
             outs = whole.one(leaves, rows)
             return outs[0], outs
 
@@ -93,7 +97,7 @@ def _unrounded(fun: Callable[[PyTree, list], tuple[Array, PyTree]]) -> Callable:
     return value_and_grad
 
 
-def value_and_aux(example: TracedFunction, arrays: list) -> dict[str, PyTree]:
+def value_and_aux(example: TracedFunction, arrays: Leaves) -> dict[str, PyTree]:
     """Value and aux, from the arrays that the loss returns."""
     value, aux = example.output(arrays)
     return {"value": value, "aux": aux}
@@ -130,15 +134,15 @@ def gradient_of_sum(
     matter nevertheless.
     """
 
-    def gradients(rows: list, weights: Array | None, _: list) -> Results:
-        if padding is None or weights is None:
-            return _of_sum(example, example.many, rows, weights, is_mean)
-        counting = padding.replaced(rows, weights)
-        whole, outputs = _of_sum(example, example.many, counting, weights, is_mean)
+    def gradients(rows: Rows) -> Results:
+        if padding is None or rows.weights is None:
+            return _of_sum(example, example.many, rows, is_mean)
+        counting = padding.replaced(rows)
+        whole, outputs = _of_sum(example, example.many, counting, is_mean)
         leaves, treedef = jtu.tree_flatten(whole["gradient"])
-        gradient = treedef.unflatten(unless_padding(leaves, weights))
+        gradient = treedef.unflatten(unless_padding(leaves, rows.weights))
         if keeps_outputs:
-            outputs = value_and_aux(example, example.many(example.leaves, rows))
+            outputs = value_and_aux(example, example.many(example.leaves, rows.arrays))
         return {"gradient": gradient}, outputs
 
     return gradients
@@ -157,9 +161,9 @@ def gradient_of_nonlinear(
     gradients of examples are weighted after it.
     """
 
-    def gradients(rows: list, weights: Array | None, bounds: list) -> Results:
-        run = by_sum if is_of_sum and weights is None else by_examples()
-        return run(rows, weights, bounds)
+    def gradients(rows: Rows) -> Results:
+        run = by_sum if is_of_sum and rows.weights is None else by_examples()
+        return run(rows)
 
     return gradients
 
@@ -167,9 +171,9 @@ def gradient_of_nonlinear(
 def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
     """Like `gradient_of_sum`, for examples that a named axis couples."""
 
-    def gradients(rows: list, weights: Array | None, _: list) -> Results:
-        whole = TracedFunction(loss.together, loss.parameters, rows)
-        is_scaled = weights is not None or is_mean or whole.is_narrow
+    def gradients(rows: Rows) -> Results:
+        whole = TracedFunction(loss.together, loss.parameters, rows.arrays)
+        is_scaled = rows.weights is not None or is_mean or whole.is_narrow
         if is_scaled and not whole.backward.is_linear:
             raise ValueError(
                 "`fun` has a custom backward pass (`jax.custom_vjp`) that is not known "
@@ -177,7 +181,7 @@ def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
                 "means and float16 scale cotangents before it, which gives another "
                 "gradient. Use `Mean()` or `Sum()` without weights, in float32."
             )
-        return _of_sum(whole, whole.one, rows, weights, is_mean)
+        return _of_sum(whole, whole.one, rows, is_mean)
 
     return gradients
 
@@ -185,14 +189,13 @@ def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
 def _of_sum(
     traced: TracedFunction,
     run: Callable[[list, list], list[Array]],
-    rows: list,
-    weights: Array | None,
+    rows: Rows,
     is_mean: bool,
 ) -> Results:
     """The gradient of the sum of the values that `run` returns first."""
 
-    def values(leaves: list) -> tuple[Array, list]:
-        outs = run(leaves, rows)
+    def values(leaves: list[Array]) -> ValueAndAux:
+        outs = run(leaves, rows.arrays)
         return outs[0], outs
 
     value, pullback, outs = jax.vjp(values, traced.leaves, has_aux=True)
@@ -203,7 +206,7 @@ def _of_sum(
             seeds = seeds * weights.astype(seeds.dtype)
         return pullback(seeds)[0]
 
-    gradient = total_of(traced, sums, value.shape[0], weights, is_mean)
+    gradient = total_of(traced, sums, rows.total, rows.weights, is_mean)
     return {"gradient": gradient}, value_and_aux(traced, outs)
 
 
@@ -221,33 +224,35 @@ def materialised_gradients(
     transform = functions.pop("transform", None)
 
     def one(*rows: Array) -> dict[str, PyTree]:
-        def value(leaves: list) -> tuple[Array, list]:
+        def value(leaves: list[Array]) -> ValueAndAux:
             outs = example.one(leaves, rows)
             return outs[0], outs
 
         leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
         gradient = example.tree(leaves)
+        # Functions of the user get gradients in the dtypes of their parameters.
         given = example.cast(leaves)
         results = {
-            name: _called(name, function, given) for name, function in functions.items()
+            name: _result_of_user(name, function, given)
+            for name, function in functions.items()
         }
         if transform is not None:
-            gradient = _called("transform", transform, given)
+            gradient = _result_of_user("transform", transform, given)
         return {**results, "gradient": gradient, "outs": outs}
 
-    def gradients(rows: list, _: Array | None, bounds: list) -> Results:
-        results = eqx.filter_vmap(one, in_axes=tuple(example.axes))(*rows)
+    def gradients(rows: Rows) -> Results:
+        results = eqx.filter_vmap(one, in_axes=rows.axes)(*rows.arrays)
+        # Clipping comes last: `transform` changes what is clipped.
         outs = results.pop("outs")
         if groups_of is not None:
-            groups = groups_of(results["gradient"]).of_rows(bounds)
-            clipped = _clipped(results["gradient"], groups)
-            results["gradient"], results["norms"] = clipped
+            groups = groups_of(results["gradient"]).of_rows(rows.bounds)
+            results.update(_clipped_gradients(results["gradient"], groups))
         return {}, {**results, **value_and_aux(example, outs)}
 
     return gradients
 
 
-def inner_product(direction: list, gradient: PyTree) -> Real[Array, ""]:
+def inner_product(direction: list[Array], gradient: PyTree) -> Real[Array, ""]:
     """The inner product of a gradient with a direction, a list of leaves.
 
     A complex leaf counts as its real and its imaginary part.
@@ -261,7 +266,9 @@ def inner_product(direction: list, gradient: PyTree) -> Real[Array, ""]:
     return sum(products, jnp.zeros((), dtype))
 
 
-def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyTree:
+def _result_of_user(
+    name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree
+) -> PyTree:
     """The result of a user's function of a gradient, which must have an array."""
     out = fun(gradient)
     arrays = eqx.filter(out, eqx.is_array_like)
@@ -270,7 +277,7 @@ def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyT
     return out
 
 
-def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
+def _clipped_gradients(gradients: PyTree, groups: "Groups") -> dict[str, PyTree]:
     """Clipped per-example gradients, and their norms."""
     leaves, treedef = jtu.tree_flatten(gradients)
     scaled = lambda scales: [*map(squares_one_by_one(), leaves, scales)]
@@ -281,4 +288,5 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     ]
     if clipped.is_kept is not None:
         scaled = [kept_examples(x, clipped.is_kept) for x in scaled]
-    return jtu.tree_unflatten(treedef, scaled), clipped.norms
+    gradients = jtu.tree_unflatten(treedef, scaled)
+    return {"gradient": gradients, "norms": clipped.norms}

@@ -20,9 +20,9 @@ from .._base.compile import compiled
 from .._base.trees import safe_zip, shown
 from .._base.types import AnyArray, check_types
 from .._batch.batch import Batch, split_batch
-from .._batch.loop import Rows
 from .._batch.memory import explained_failure
 from .._batch.reading import is_stored, read_rows
+from .._batch.rows import Rows
 
 
 # One key, or one for each example.

@@ -30,7 +30,8 @@ from .._base.structs import full_varying_as
 from .._base.traced_function import TracedFunction
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
 from .._kernels.grid import Grid, Sizes
 from .._kernels.kernel import AbstractBlockKernel, Flat, KernelLeaf, SAMPLE
 from .._sites.axes import EXAMPLE, Named, OTHER_EXAMPLE
@@ -38,14 +39,13 @@ from .._sites.cancel import grams
 from .._sites.contract import contract
 from .._sites.cost import Cost, num_products
 from .._sites.factors import Factor
-from .._sites.gram import OfLeaf
+from .._sites.gram import of_leaf, OfLeaf
 from .._sites.table import SiteTable
 from .example_factors import (
     bytes_of_examples,
     choose_formed,
     divided,
     ExampleFactors,
-    factors_of_leaf,
     is_factor,
     KeptFactors,
     num_pairs,
@@ -158,8 +158,8 @@ class AbstractPairing(abc.ABC):
         """The kernels of each example of one side with the same one of the other."""
         first, second = self.rows
         num = len(first.arrays)
-        run = lambda arrays, size: self._of_rows(
-            arrays[:num], arrays[num:], (size, size)
+        run = lambda rows: self._of_rows(
+            rows.arrays[:num], rows.arrays[num:], (rows.total, rows.total)
         )
         both = first
         if not self.is_same:
@@ -202,9 +202,9 @@ class Sites(AbstractPairing):
         of_sides: list[dict[int, OfLeaf]] = []
         sides = self.sides[0], self.sides[-1]
         for number, (side, kept) in enumerate(safe_zip(sides, (first, second))):
-            table, factors = side.kept[which], side.factors(kept, which, number)
+            table, factors = side.table, side.factors(kept, which, number)
             leaves = {site.leaf for site in table.sites}
-            of_sides.append({i: factors_of_leaf(table, factors, i) for i in leaves})
+            of_sides.append({i: of_leaf(table, factors, i) for i in leaves})
         both = sorted(of_sides[0].keys() & of_sides[1].keys())
         pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
         cancelled = [kept.cancelled[which] for kept in (first, second)]
@@ -260,8 +260,8 @@ class Products(AbstractPairing):
         lead = [output.sizes[axis] for axis in directions]
         tangents = []
         for jacobian in jacobians:
-            x = jacobian.array
-            shape = x.shape[jacobian.has_examples :][len(directions) :]
+            assert jacobian is not None
+            x, shape = jacobian.array, jacobian.shape_of_one()[len(directions) :]
             if not jacobian.has_examples:
                 x = jnp.broadcast_to(x, (num[1], *x.shape))
             x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
@@ -371,7 +371,7 @@ def choose_pairing(
             )
         )
         for side in made.values():
-            side.form(formed)
+            side.formed = [*formed]
         is_only = method != "auto" or model.request.metric is not None
         if is_only or any(axes.probes is not None for axes in ntk):
             return pairing
@@ -495,7 +495,7 @@ class ModelKernel(AbstractBlockKernel):
         _, structs = divided(self._kept[side])
         if not jtu.tree_leaves(structs):
             return structs
-        return divided(self._factors(side, self.rows[side].one()))[1]
+        return divided(self._factors(side, self.rows[side].one().arrays))[1]
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
         with self.pairing.products():
@@ -504,10 +504,11 @@ class ModelKernel(AbstractBlockKernel):
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = 0 if self.is_same else side
 
-        def run(arrays: list, num: int) -> tuple[PyTree, Array | None]:
-            of_examples, _ = divided(self._factors(side, arrays))
+        def run(rows: Rows) -> tuple[PyTree, Array | None]:
+            of_examples, _ = divided(self._factors(side, rows.arrays))
             # A dummy array, because a loop needs at least one.
-            return of_examples, None if jtu.tree_leaves(of_examples) else jnp.zeros(num)
+            is_empty = not jtu.tree_leaves(of_examples)
+            return of_examples, jnp.zeros(rows.total) if is_empty else None
 
         of_examples, _ = accumulated(run, rows, size, Concat())
         shared = self.pairing.shared
