@@ -26,6 +26,7 @@ from .._sites.cancel import cancels
 from .._sites.cost import Cost, forming_cost, gram_cost
 from .._sites.factors import Factor, Factors
 from .._sites.gram import has_gram, OfLeaf
+from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.program import Program
 from .._sites.site import positions
 from .._sites.table import SiteTable
@@ -95,6 +96,7 @@ class ExampleFactors:
     """Computes the factors of the examples of one side, for each output.
 
     - `table`: the sites of the function, or their coordinates in a metric.
+    - `inners`: the inner product of the factors of each leaf.
     - `outputs`: the outputs whose Jacobians are combined.
     - `kept`: for each of them, the table with a Jacobian in place of the sites of
         some leaves; see `form`.
@@ -132,6 +134,8 @@ class ExampleFactors:
         )
         in_metric = None if metric is None else InMetric(program, metric)
         self.table = program.table if in_metric is None else in_metric.table
+        plain = [PlainProduct() for _ in self.table.leaves]
+        self.inners = plain if in_metric is None else in_metric.inners()
         self.outputs = outputs
         self.kept = [self.table for _ in outputs]
         self._rows, self._are_all = rows, are_all
@@ -234,16 +238,23 @@ class ExampleFactors:
                     as_they_are[site.leaf] = of_leaf
                     found[site.perturbation] = pulled[site.perturbation]
                 else:
-                    found[site.perturbation] = of_leaf.jacobian()
+                    inner = self.inners[site.leaf]
+                    found[site.perturbation] = inner.coordinates(of_leaf.jacobian())
             kept.append(found)
-            cancelled.append(
-                cancels([as_they_are[leaf] for leaf in sorted(as_they_are)])
-            )
+            leaves = sorted(as_they_are)
+            of_leaves = [as_they_are[leaf] for leaf in leaves]
+            cancelled.append(cancels(of_leaves, [self.inners[i] for i in leaves]))
         every = [site for own in self.kept for site in own.sites]
         used = {i for site in every for i in (site.operand, site.which)}
         operands = {i: x for i, x in enumerate(operands) if i in used}
         values = outs[: self._num_values]
         return KeptFactors(values, operands, kept, of_views, cancelled)
+
+    def inner(self, which: int, leaf: int) -> AbstractInnerProduct:
+        """The inner product of what is kept of a leaf, for an output."""
+        num = len(self.table.perturbations)
+        is_formed = any(x.perturbation >= num for x in self.kept[which].of(leaf))
+        return PlainProduct() if is_formed else self.inners[leaf]
 
     def factors(self, kept: KeptFactors, which: int, side: int) -> Factors:
         """The factors that belong to an output, for `sites` of `kept[which]`."""
@@ -331,7 +342,7 @@ def leaf_costs(
             return 0.0, math.inf
         by_gram = math.inf
         if has_gram(*sites):
-            by_gram = products(*own).time
+            by_gram = products(*own).time * first.inners[leaf].num_terms
             # The Jacobian of a leaf that is only added to something is the cotangent
             # there. It is shared with the array that the leaf is added to, and kept
             # once.
