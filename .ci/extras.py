@@ -192,6 +192,8 @@ def check_docs() -> None:
     ]
     # Doctests and signatures are not parsed.
     import_all(block for block in blocks if re.search(r"^(import|from) ", block, re.M))
+    # Scripts of the docs import each other.
+    sys.path.append(str(ROOT / "docs" / "theme"))
     scripts = [*(ROOT / "docs").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
     import_all(read(scripts))
     config = importlib.import_module("mkdocs.config")

@@ -322,8 +322,8 @@ def tables(found: dict[str, list[Reading]], device: str) -> str:
         for x in readings:
             ways.append(f"| {' | '.join([title, x.way, *x.cells])} |")
             title = ""
-    hidden = "\n".join(f"    {line}" for line in ways)
-    return "\n".join([*lines, "", '??? note "All ways"', "", hidden])
+    opened = '<details markdown="1">\n<summary>All ways</summary>'
+    return "\n".join([*lines, "", opened, "", *ways, "", "</details>"])
 
 
 def bars(found: dict[str, list[Reading]], device: str) -> list[Bar]:

@@ -76,7 +76,7 @@ def solved(
             x,
             block_size=size,
             symmetric=True if kernel is rbf else None,
-            store=ZarrStore(folder, upper_only=True),
+            store=ZarrStore(folder),
         )
         # Read before and after, because the machine may be busier at one of the times.
         reads = [read_once(folder)]

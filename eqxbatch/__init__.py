@@ -52,12 +52,10 @@ from ._kernels.batch_kernel import filter_batch_kernel as filter_batch_kernel
 from ._kernels.reductions import (
     AbstractReduction as AbstractReduction,
     FrobeniusNorm as FrobeniusNorm,
-    KernelAlignment as KernelAlignment,
     KernelProduct as KernelProduct,
     TopK as TopK,
 )
 from ._kernels.solve import kernel_solve as kernel_solve
-from ._kernels.stored import open_kernel as open_kernel
 from ._maps.grid_vmap import filter_grid_vmap as filter_grid_vmap, grid as grid
 from ._maps.micro_vmap import (
     filter_micro_vmap as filter_micro_vmap,

@@ -11,13 +11,10 @@ from ._gradients.gradient import (
 )
 from ._kernels.reductions import Neighbours as Neighbours
 from ._kernels.solve import KernelSolution as KernelSolution
-from ._kernels.stored import SymmetricArray as SymmetricArray
 from ._ntk.empirical import KernelEstimate as KernelEstimate
 from ._ntk.monte_carlo import MonteCarloEstimate as MonteCarloEstimate
 from ._ntk.parameterise import NTKLayer as NTKLayer
 from ._sites.report import (
-    LeafCheck as LeafCheck,
     LeafReport as LeafReport,
-    SitesCheck as SitesCheck,
     SitesReport as SitesReport,
 )

@@ -10,9 +10,17 @@ import sys
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from eqxbatch import EmpiricalNTK, filter_hessian, filter_jacobian, filter_micro_grad
+from eqxbatch import (
+    EmpiricalNTK,
+    filter_hessian,
+    filter_jacobian,
+    filter_micro_grad,
+    filter_micro_vmap,
+    over_batches,
+)
 from .families import calls
 from .helpers import drawn, variants
 
@@ -127,6 +135,61 @@ def test_functions_made_anew_are_warned_of_once():
         with pytest.warns(UserWarning, match=f"compiled 3 times, because .*{name}"):
             of_shape(make())
         of_shape(make())
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    scale: float
+
+    def __call__(self, x):
+        return self.scale * jnp.sum(self.weight * x)
+
+
+def scaled(m, x, scale):
+    return scale * jnp.sum(m * x)
+
+
+ONES = jnp.ones(3), jnp.ones((3, 3))
+call_model = lambda m, x: m(x)
+
+
+# Each with a label of its own, as a program is warned of once.
+CHANGING = {
+    "`scale`": lambda i: filter_micro_grad(scaled)(*ONES, i / 10),
+    r"`scale\['of'\]`": lambda i: filter_micro_grad(
+        lambda m, x, scale: scaled(m, x, scale["of"])
+    )(*ONES, {"of": i}),
+    r"`m\.scale`": lambda i: filter_micro_grad(call_model)(
+        Scaled(ONES[0], i / 10), ONES[1]
+    ),
+    r"`scale` in `made_anew\.<locals>\.<lambda>`": lambda i: of_shape(
+        made_anew(i / 10), num=2
+    ),
+    r"`\.clip_norm`": lambda i: filter_micro_grad(call_model, clip_norm=1.0 + i)(
+        Scaled(ONES[0], 1.0), ONES[1]
+    ),
+    "`factor`": lambda i: over_batches(
+        filter_micro_vmap(lambda factor, x: factor * x, in_axes=(None, 0)),
+        batch_size=3,
+    )(i / 10, np.ones(3, np.float32)),
+}
+
+
+@pytest.mark.parametrize("label", CHANGING)
+def test_numbers_that_change_are_warned_of_once(label):
+    run = CHANGING[label]
+    for i in range(4):
+        run(i)
+    with pytest.warns(UserWarning, match=f"compiled 5 times, .* number .* {label} was"):
+        run(4)
+    run(5)
+
+
+def test_sizes_that_change_are_no_mistake():
+    for size in range(1, 7):
+        filter_micro_grad(call_model, microbatch_size=size)(
+            Scaled(ONES[0], 2.0), jnp.ones((9, 3))
+        )
 
 
 def over_numbers():

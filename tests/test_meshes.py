@@ -291,11 +291,8 @@ def test_functions_of_parameters_alone_on_explicit_axes(names_axes):
 
 @pytest.mark.devices
 @pytest.mark.matrix
-def test_sites_are_explained_and_checked():
+def test_sites_are_explained():
     model, x = drawn(eqx.nn.Linear, 3, 2, key=KEY), normal(KEY, (TOTAL, 3))
     fun = lambda model, x: jnp.sum(jnp.sin(model(x)))
     sharded = put(x, one_axis(AxisType.Explicit, 4), "data")
-    got = eb.explain_sites(fun, model, sharded, check=True)
-    assert got.leaves == eb.explain_sites(fun, model, x).leaves
-    assert got.check.num_examples == 3
-    assert got.check.max_error < 1e-12
+    assert eb.explain_sites(fun, model, sharded) == eb.explain_sites(fun, model, x)

@@ -27,7 +27,9 @@ def blocks(page: str) -> list[pages.Block]:
 
 
 def has_code(page: str) -> bool:
-    return any(block.language == "python" for block in blocks(page))
+    """Whether a page has a program: API pages have docstrings, which are run there."""
+    is_api = "<!-- api " in (ROOT / page).read_text()
+    return not is_api and any(block.language == "python" for block in blocks(page))
 
 
 def run(path: pathlib.Path, folder: pathlib.Path) -> subprocess.CompletedProcess:

@@ -1,12 +1,10 @@
 """What the API pages show that static analysis does not see.
 
-Constructors of Equinox modules and named tuples are made from their fields, and
-examples in docstrings are Python sessions, whose prompts are not copied.
+Constructors of Equinox modules and named tuples are made from their fields.
 """
 
 import importlib
 import inspect
-import re
 from typing import Any
 
 import griffe
@@ -19,15 +17,10 @@ KINDS = {
 }
 # Short names in the code, which pages write out.
 ALIASES = {"Size": "int | MemoryBudget | None"}
-SESSION = re.compile(r"^( *)```python\n(?= *>>>)", re.MULTILINE)
 
 
 class Constructors(griffe.Extension):
     """Gives public classes and transforms the signatures that they are called with."""
-
-    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = SESSION.sub(r"\1```pycon\n", obj.docstring.value)
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         package = importlib.import_module(pkg.name)
@@ -117,5 +110,7 @@ def default_of(
     if isinstance(value, griffe.ExprCall) and str(value.function).endswith("field"):
         settings = [x for x in value.arguments if isinstance(x, griffe.ExprKeyword)]
         given = {setting.name: setting.value for setting in settings}
+        if given.get("default_factory") is not None:
+            return f"{given['default_factory']}()"
         return given.get("default", repr(parameter.default))
     return value

@@ -19,14 +19,14 @@ import numpy as np
 from jax import lax
 
 from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
-from .jaxprs import callee, inner_programs, run_equations
+from .jaxprs import callee, inner_jaxprs, inner_programs, run_equations
 from .primitives import (
     IDENTITIES,
-    is_unknown_object,
     LINEAR_IN_ALL,
     LINEAR_IN_EACH,
     LINEAR_IN_SOME,
     name_of,
+    OF_CLASSES,
     parameters,
 )
 from .trees import safe_zip
@@ -139,23 +139,26 @@ def _batched(
     is added to `found`.
     """
     differs = {v for v, marked in safe_zip(jaxpr.invars, inputs) if marked}
-    is_one = lambda x: not isinstance(x, jex.Literal) and x in differs
+    marked_among = lambda atoms: [
+        not isinstance(x, jex.Literal) and x in differs for x in atoms
+    ]
     for eqn in jaxpr.eqns:
-        marks = [*map(is_one, eqn.invars)]
+        marks = marked_among(eqn.invars)
         if has_own_backward(eqn):
             if found is not None and not _is_known(jaxpr, eqn):
                 found.append(any(marks))
             outs = _batched_by(eqn, marks, None)
         else:
             outs = _batched_by(eqn, marks, found)
-        differs.update(v for v, marked in safe_zip(eqn.outvars, outs) if marked)
-    return [*map(is_one, jaxpr.outvars)]
+        if any(outs):
+            differs |= {v for v, marked in safe_zip(eqn.outvars, outs) if marked}
+    return marked_among(jaxpr.outvars)
 
 
 def has_own_backward(eqn: Eqn) -> bool:
     """Whether the author of a function wrote the backward pass of an equation."""
-    is_one = name_of(eqn).startswith(("custom_vjp", "linear_call"))
-    return is_one or is_unknown_object(eqn)
+    # An object of a class that no table knows may have one, too.
+    return name_of(eqn).startswith(("custom_vjp", "linear_call", OF_CLASSES))
 
 
 def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:
@@ -174,8 +177,10 @@ def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:
 
 def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[bool]:
     """Which outputs of an equation `jax.vmap` batches, as `_batched`."""
+    programs = inner_jaxprs(eqn)
+    if not programs:
+        return [any(marks)] * len(eqn.outvars)
     name, params = name_of(eqn), parameters(eqn)
-    programs = [closed.jaxpr for closed in inner_programs(eqn)]
     if name == "scan":
         first, _ = scan_sizes(eqn)
         return _of_loop(programs[0], marks, first, scan_sizes(eqn)[1], found)

@@ -6,14 +6,11 @@ in calls have messages of their own.
 """
 
 import difflib
-import functools
 import inspect
-import itertools
 import operator
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -113,90 +110,6 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-# A function that is made anew now and then is no mistake.
-_MOST_NEW = 2
-
-
-# The most programs that are known at a time.
-_MOST_PROGRAMS = 1000
-
-
-# The objects that each program was compiled for, functions first, by the hash of all
-# that it depends on.
-_COMPILED: dict[int, list[list[weakref.ref]]] = {}
-
-
-def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
-    """Warns if a program was compiled again only because functions in it are new ones.
-
-    Their code and closures are those of functions for which it was compiled before,
-    and so is all else in `static`, and `others`.
-    """
-    functions = [x for x in static if isinstance(x, _FUNCTIONS)]
-    objects = [*map(weakref.ref, functions)]
-    content = _content((*static,), objects)
-    known = _COMPILED.setdefault(hash((content, others)), [])
-    # Another object can be where one was that is gone.
-    known[:] = [refs for refs in known if all(ref() is not None for ref in refs)]
-    new = functions
-    for refs in known:
-        new = [x for x, ref in zip(functions, refs, strict=False) if ref() is not x]
-        if not new:
-            return
-    known.append(objects)
-    if len(_COMPILED) > _MOST_PROGRAMS:
-        _COMPILED.pop(next(iter(_COMPILED)))
-    if new and len(known) == _MOST_NEW + 1:
-        fun = new[0]
-        while isinstance(fun, functools.partial):
-            fun = fun.func
-        name = getattr(fun, "__qualname__", type(fun).__name__)
-        warn_user(
-            f"The same program was compiled {len(known)} times, because `{name}` is a "
-            "new function each time, with the same code and the same values around "
-            "it. Define it once, outside of the loop or function that makes it, and "
-            "pass values that change as arguments."
-        )
-
-
-_FUNCTIONS = (types.FunctionType, functools.partial)
-
-
-_CONSTANTS = (bool, int, float, complex, str, bytes, types.NoneType)
-
-
-_UNKNOWN = itertools.count()
-
-
-def _content(x: Any, objects: list[weakref.ref], around: tuple = ()) -> Hashable:
-    """What tells functions apart that compute different things, and constants.
-
-    Objects that it identifies are appended, because others can take their place later.
-    `around` are the functions with `x` in their closures.
-    """
-    content = functools.partial(_content, objects=objects, around=(*around, x))
-    if isinstance(x, tuple):
-        return tuple(map(content, x))
-    if isinstance(x, _CONSTANTS):
-        return type(x), repr(x)
-    for level, function in enumerate(around):
-        if x is function:
-            return "recursive", level
-    if isinstance(x, functools.partial):
-        return content(x.func), content(x.args), content((*x.keywords.items(),))
-    if isinstance(x, types.FunctionType):
-        # The cell of a name that has no value yet is empty.
-        cells = [cell for cell in x.__closure__ or () if cell != types.CellType()]
-        values = (*(cell.cell_contents for cell in cells),)
-        defaults = x.__defaults__, (*(x.__kwdefaults__ or {}).items(),)
-        return id(x.__code__), id(x.__globals__), content(values), content(defaults)
-    try:
-        objects.append(weakref.ref(x))
-    except TypeError:  # A list may have changed.
-        return next(_UNKNOWN)
-    return id(x)
-
-
 # Modules between the call of a transform and the user's function.
 _LAYERS = ("eqxbatch.", "equinox._jit", "equinox._module")
 
@@ -248,6 +161,17 @@ def key_remedy(name: str, num: int | None) -> str:
 
 # The names of block sizes, one of which is meant by `batch_size` and the like.
 _SIZES = ("microbatch_size", "block_size", "samples_per_batch")
+
+
+# Settings that other functions have.
+_ELSEWHERE = {
+    "progress": "For a progress bar, pass all examples to "
+    "`eqxbatch.over_batches(transform, batch_size=..., progress=True)`. ",
+    "store": "To store results for each example, pass all examples to "
+    "`eqxbatch.over_batches(transform, batch_size=..., store=...)`. ",
+    "weights": "Weights of examples belong to the accumulator, as in "
+    "`accumulator=eqxbatch.Mean(weights=...)`. ",
+}
 
 
 # What `neural_tangents` calls settings.
@@ -311,6 +235,8 @@ def _wrong_arguments(
 def _meant(key: str, names: list[str]) -> str:
     """The argument that was probably meant by an unknown one."""
     key = _NAMESAKES.get(key, key)
+    if key in _ELSEWHERE and ("microbatch_size" in names or "in_axes" in names):
+        return _ELSEWHERE[key]
     names_alike = difflib.get_close_matches(key, names, 1)
     if "size" in key or key in ("batch", "chunk"):
         names_alike = [other for other in _SIZES if other in names][:1] or names_alike
@@ -334,6 +260,10 @@ def no_arrays_remedy(x: Any) -> str:
             f" It is a {name} in `jax.jit`, `jax.vmap` or `jax.pmap`, which hides the "
             f"arrays of the {name}: give the {name} itself. eqxbatch compiles it."
         )
+    if inspect.ismethod(x) and unseen_arrays(x.__self__):
+        return f" It is a method of {unseen_arrays(x.__self__)}"
+    if unseen_arrays(x):
+        return f" It is {unseen_arrays(x)}"
     if inspect.isroutine(x):
         return (
             " It is a function, and the arrays of a module that it calls are constants "
@@ -349,6 +279,43 @@ def no_arrays_remedy(x: Any) -> str:
     return ""
 
 
+def unseen_arrays(x: Any) -> str:
+    """What and why an object is in which JAX sees no arrays, and the remedy.
+
+    Empty for any other object.
+    """
+    has_arrays = lambda value: any(map(eqx.is_array, jtu.tree_leaves(value)))
+    if isinstance(x, type) or not jtu.all_leaves([x]):
+        return ""
+    names = [
+        name for name, value in getattr(x, "__dict__", {}).items() if has_arrays(value)
+    ]
+    if not names:
+        return ""
+    return (
+        f"a {type(x).__name__}, which is no PyTree: JAX does not see the arrays in "
+        f"its `{names[0]}`. Make the class an `equinox.Module`, or pass what has the "
+        f"arrays as an argument, such as `.{names[0]}`."
+    )
+
+
+def unhashable(static: Sequence[Any]) -> TypeError | None:
+    """The error for an argument that is no array and has no hash, if there is one."""
+    for x in static:
+        try:
+            hash(x)
+        except TypeError:
+            remedy = unseen_arrays(x) or (
+                f"a {type(x).__name__}, which is neither an array nor a PyTree. Make "
+                "an array or an `equinox.Module` of it, or give its class a hash."
+            )
+            return TypeError(
+                "What is no array is a constant of the compiled program, and must have "
+                f"a hash. One argument is {remedy}"
+            )
+    return None
+
+
 def check_unjitted(fun: Any) -> None:
     """Raises for `jax.jit(module)`, which JAX cannot call: it has no hash."""
     module = hidden_module(fun)
@@ -362,15 +329,22 @@ def check_unjitted(fun: Any) -> None:
     )
 
 
-def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -> Any:
+def called(
+    fun: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    what: str = "`fun`",
+    of: str | None = None,
+) -> Any:
     """Calls a user's function, which is `what` in messages.
 
     Adds a note to the error if it takes other arguments, or if it is a `jax.jit`
-    function whose arguments only `equinox.filter_jit` accepts.
+    function whose arguments only `equinox.filter_jit` accepts. `of` says what the
+    arguments belong to, such as one example: errors of JAX then get their shapes.
     """
     try:
         return fun(*args, **kwargs)
-    except TypeError as e:
+    except (IndexError, TypeError, ValueError) as e:
         is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
         # The start of JAX's own message.
         if is_jitted and "Error interpreting argument to" in str(e):
@@ -385,6 +359,12 @@ def called(fun: Any, args: tuple, kwargs: dict[str, Any], what: str = "`fun`") -
             e.add_note(
                 f"{what} is called with {len(texts)} arguments: {'; '.join(texts)}."
             )
+        elif of is not None and not hasattr(e, "__notes__"):
+            texts = [
+                *map(shown, args),
+                *(f"`{n}`: {shown(x)}" for n, x in kwargs.items()),
+            ]
+            e.add_note(f"{what} is called for {of}, with {'; '.join(texts)}.")
         raise
 
 

@@ -13,10 +13,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .checks import warn_of_new_functions, without_layers
-from .jaxpr_types import Eqn
+from .checks import unhashable, without_layers
+from .jaxpr_types import JaxprAndConsts
 from .jaxprs import equations_in
 from .platforms import for_platform, platform
+from .recompiled import warn_of_new_functions, warn_of_new_numbers
 from .versions import is_compiler_option
 
 
@@ -98,10 +99,11 @@ class _CallsHostError(Exception):
     """Has a program that calls functions on the host."""
 
 
-def calls_host(eqn: Eqn) -> bool:
-    """Whether an equation calls a function on the host."""
+def calls_host(closed: JaxprAndConsts) -> bool:
+    """Whether a program calls a function on the host."""
+    names = {eqn.primitive.name for eqn in equations_in(closed)}
     # `equinox` hides programs in its own primitive.
-    return any(name in eqn.primitive.name for name in ("callback", "noinline"))
+    return any("callback" in name or "noinline" in name for name in names)
 
 
 def compiled(
@@ -137,7 +139,7 @@ def compiled(
         if getattr(jax.config, "jax_disable_jit", False):
             return called(*lists)
         inner = jax.jit(called, inline=inline)
-        if any(map(calls_host, equations_in(inner.trace(*lists).jaxpr))):
+        if calls_host(inner.trace(*lists).jaxpr):
             raise _CallsHostError(inner)
         return inner(*lists)
 
@@ -169,7 +171,10 @@ def compiled(
                 arrays.append(x)
         # A set is one leaf for JAX, which would go through a tuple in each call.
         content = treedef, (*static,), number_types(static), platform(arrays)
-        key, lists = frozenset([content]), [arrays]
+        try:
+            key, lists = frozenset([content]), [arrays]
+        except TypeError as e:
+            raise unhashable(static) or e from None
         if donate != "none":
             num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
             lists = [arrays[:num], arrays[num:]]
@@ -182,7 +187,10 @@ def compiled(
         if waits or any(isinstance(x, np.ndarray) for x in arrays):
             jax.block_until_ready(out)
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
-            warn_of_new_functions(static, (fun, treedef, *map(jax.typeof, arrays)))
+            others = fun, treedef, *map(jax.typeof, arrays)
+            warn_of_new_functions(static, others)
+            is_array = lambda x: isinstance(x, _ARRAYS)
+            warn_of_new_numbers((first, *rest), is_array, others)
         return out.tree
 
     return cast(_Function, wrapper)

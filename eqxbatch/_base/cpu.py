@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 
 from .jaxpr_types import Eqn, Jaxpr
-from .jaxprs import as_remat, callee, evaluate_with, run_jaxpr
+from .jaxprs import as_remat, callee, evaluate_with, inner_programs, run_jaxpr
 from .mesh import where_it_is, zeros_like
-from .primitives import is_remat, name_of, parameters
+from .primitives import is_remat, parameters
 from .structs import vary
 from .trees import safe_zip
 from .versions import partitions, varying, with_barrier
@@ -219,7 +219,7 @@ def evaluate_in_loop(jaxpr: Jaxpr, consts: list, args: list) -> list:
         return run_jaxpr(jaxpr, consts, args)
 
     def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
-        if _is_convolution(eqn) and not _is_narrow(eqn):
+        if eqn.primitive.name == _CONVOLUTION and not _is_narrow(eqn):
             return lambda ins: [_convolution(eqn, *ins)]
         closed = callee(eqn)
         if closed is None or not _has_convolution(closed.jaxpr):
@@ -235,8 +235,7 @@ def evaluate_in_loop(jaxpr: Jaxpr, consts: list, args: list) -> list:
     return evaluate_with(jaxpr, consts, args, replace)
 
 
-def _is_convolution(eqn: Eqn) -> bool:
-    return name_of(eqn) == "conv_general_dilated"
+_CONVOLUTION = "conv_general_dilated"
 
 
 def _is_narrow(eqn: Eqn) -> bool:
@@ -248,9 +247,11 @@ def _is_narrow(eqn: Eqn) -> bool:
 
 
 def _has_convolution(jaxpr: Jaxpr) -> bool:
-    programs = (callee(eqn) for eqn in jaxpr.eqns)
-    return any(map(_is_convolution, jaxpr.eqns)) or any(
-        closed is not None and _has_convolution(closed.jaxpr) for closed in programs
+    if _CONVOLUTION in [eqn.primitive.name for eqn in jaxpr.eqns]:
+        return True
+    called = [callee(eqn) for eqn in jaxpr.eqns if inner_programs(eqn)]
+    return any(
+        closed is not None and _has_convolution(closed.jaxpr) for closed in called
     )
 
 

@@ -19,7 +19,16 @@ from jax.sharding import use_abstract_mesh
 from jaxtyping import Array
 
 from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
-from .primitives import CALLS, EXPANDED, IDENTITIES, is_flat, name_of, parameters, REMAT
+from .primitives import (
+    CALLS,
+    EXPANDED,
+    IDENTITIES,
+    is_flat,
+    name_of,
+    OF_CLASSES,
+    parameters,
+    REMAT,
+)
 from .trees import safe_zip
 from .versions import Closed, scan_sizes, with_consts
 
@@ -86,14 +95,16 @@ def _unstack(params: dict[str, Any], ins: Sequence[Any]) -> list:
 _PROGRAMS = {"polynomial": _polynomial, "unstack": _unstack}
 
 
-def _as_closed(x: Any) -> Any:
-    """A jaxpr, or what was traced to one, as a closed jaxpr; None for others."""
+# What a parameter is that is a program.
+_PROGRAM_TYPES = (Closed, jex.Jaxpr, jax.stages.Traced)
+
+
+def _as_closed(x: Any) -> JaxprAndConsts:
+    """A jaxpr, or what was traced to one, as a closed jaxpr."""
     if isinstance(x, jax.stages.Traced):
         x = x.jaxpr
     if isinstance(x, Closed):
         return x
-    if not isinstance(x, jex.Jaxpr):
-        return None
     # Programs of `jax.custom_derivatives.linear_call` have constants that are inputs.
     return with_consts(x, [None] * len(x.constvars))
 
@@ -160,33 +171,37 @@ def _in_order(run: Callable[..., Any], params: dict[str, Any]) -> Callable[..., 
     return grouped
 
 
-def inner_programs(eqn: Eqn) -> Iterator[Any]:
+def inner_programs(eqn: Eqn) -> list[JaxprAndConsts]:
     """The closed jaxprs that an equation has in its parameters, or stands for."""
-    if name_of(eqn) in EXPANDED:
-        yield _expanded(eqn)
-    for value in parameters(eqn).values():
+    # Every equation of a program is asked, so the usual one is answered without calls.
+    name, params = eqn.primitive.name, eqn.params
+    if name == OF_CLASSES:
+        name, params = name_of(eqn), parameters(eqn)
+    programs = [_expanded(eqn)] if name in EXPANDED else []
+    for value in params.values():
         for x in value if isinstance(value, (tuple, list)) else (value,):
-            closed = _as_closed(x)
-            if closed is not None:
-                yield closed
+            if isinstance(x, _PROGRAM_TYPES):
+                programs.append(_as_closed(x))
+    return programs
 
 
-def inner_jaxprs(eqn: Eqn) -> Iterator[Any]:
+def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
     """The jaxprs of these programs, without constants."""
-    return (closed.jaxpr for closed in inner_programs(eqn))
+    return [closed.jaxpr for closed in inner_programs(eqn)]
 
 
-def programs_in(closed: JaxprAndConsts) -> Iterator[Any]:
+def programs_in(closed: JaxprAndConsts) -> list[JaxprAndConsts]:
     """A closed jaxpr, and all in it."""
-    yield closed
+    programs = [closed]
     for eqn in closed.jaxpr.eqns:
         for inner in inner_programs(eqn):
-            yield from programs_in(inner)
+            programs += programs_in(inner)
+    return programs
 
 
-def equations_in(closed: JaxprAndConsts) -> Iterator[Any]:
+def equations_in(closed: JaxprAndConsts) -> list[Eqn]:
     """The equations of a closed jaxpr, and of all in it."""
-    return (eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns)
+    return [eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns]
 
 
 def constants(closed: JaxprAndConsts) -> Iterator[Any]:

@@ -326,7 +326,7 @@ _FLAT = with_trait("flat")
 
 
 # JAX's primitive for objects of classes.
-_OF_CLASSES = "call_hi_primitive"
+OF_CLASSES = "call_hi_primitive"
 
 
 # JAX's classes that stand for a primitive with other flags, or in older versions.
@@ -363,10 +363,10 @@ def name_of(eqn: Eqn) -> str:
 
     `jax_remat3` and similar flags replace primitives by objects of JAX's own classes.
     """
-    if eqn.primitive.name != _OF_CLASSES:
+    if eqn.primitive.name != OF_CLASSES:
         return eqn.primitive.name
     kind = type(eqn.params["_prim"])
-    unknown = f"{_OF_CLASSES}[{kind.__name__}]"
+    unknown = f"{OF_CLASSES}[{kind.__name__}]"
     is_of_jax = kind.__module__.startswith("jax.")
     return _CLASSES.get(kind.__name__, unknown) if is_of_jax else unknown
 
@@ -376,12 +376,12 @@ def is_unknown_object(eqn: Eqn) -> bool:
 
     It may have a derivative in one mode only, and no transpose.
     """
-    return name_of(eqn).startswith(_OF_CLASSES)
+    return name_of(eqn).startswith(OF_CLASSES)
 
 
 def parameters(eqn: Eqn) -> dict[str, Any]:
     """The parameters of an equation, with any flags of JAX."""
-    is_object = eqn.primitive.name == _OF_CLASSES
+    is_object = eqn.primitive.name == OF_CLASSES
     return eqn.params["_prim"].params if is_object else eqn.params
 
 

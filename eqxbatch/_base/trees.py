@@ -5,6 +5,7 @@ import importlib
 import inspect
 import logging
 import sys
+from collections.abc import Iterator
 from typing import Any, TYPE_CHECKING
 
 import jax.tree_util as jtu
@@ -55,9 +56,11 @@ def shown(x: Any) -> str:
         return f"an array of shape {tuple(x.shape)} and dtype {x.dtype}"
     if inspect.isroutine(x) or isinstance(x, type):
         return str(getattr(x, "__qualname__", type(x).__name__))
+    # JAX warns of an iterator that it takes for a leaf.
+    leaves = [] if isinstance(x, Iterator) else jtu.tree_leaves_with_path(x)
     paths = [
         f"`{jtu.keystr(path)}` of shape {tuple(leaf.shape)} and dtype {leaf.dtype}"
-        for path, leaf in jtu.tree_leaves_with_path(x)
+        for path, leaf in leaves
         if _is_array(leaf)
     ]
     if paths:

@@ -15,9 +15,7 @@ Some code elsewhere is as it is for older versions:
   0.10, `jax.make_jaxpr` does not say how they are sharded.
 """
 
-import contextlib
 import functools
-import importlib
 from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
 
@@ -74,14 +72,6 @@ def made_varying(x: Array, names: tuple[str, ...]) -> Array:
     if hasattr(lax, "pcast"):
         return lax.pcast(x, names, to="varying")
     return getattr(lax, "pvary")(x, names)  # noqa: B009
-
-
-def double_precision() -> contextlib.AbstractContextManager:
-    """Enables 64-bit types."""
-    # Can be `jax.enable_x64(True)` once JAX >= 0.8 is the lowest.
-    has_it = hasattr(jax, "enable_x64")
-    where: Any = jax if has_it else importlib.import_module("jax.experimental")
-    return where.enable_x64(True)
 
 
 def is_ref(x: Any) -> bool:

@@ -6,7 +6,7 @@ Sums and moments are exact with a remainder and after an early stop.
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -43,9 +43,26 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
     returns for the results of its examples. In [`eqxbatch.filter_microbatch`][], it is
     what the function returns for the microbatch, and `aggregate` is not called.
 
-    By default, an accumulator is applied to each array of the output separately. With
-    the class attribute `leafwise = False`, it is applied to the whole sub-PyTree at its
-    place instead, as optax's accumulators are.
+    Class attributes say what else an accumulator can do:
+
+    - `leafwise`: by default, it is applied to each array of the output separately. With
+        `leafwise = False`, it is applied to the whole sub-PyTree at its place instead,
+        as optax's accumulators are.
+    - `counts_new`: whether `aggregate` counts no example twice if two microbatches have
+        it: it takes the new ones from `block.new` and their number from
+        `block.num_new`. Then a remainder can run as a full microbatch that overlaps the
+        one before it, which saves a program. Each class says this for itself, because
+        another `aggregate` can break it.
+    - `one_shape`: whether the results of all microbatches must have one shape. A
+        remainder with another shape, which might be broadcast, then raises.
+    - `of_equal`: whether the result for equal numbers is that number. Python numbers in
+        an output then stay as they are; otherwise, they raise.
+    - `of_last`: whether the result is that of the last microbatch, as it is. If none
+        runs, there is no such result, which raises.
+    - `keeps_weak`: whether a result is weakly typed if that of a microbatch is. It must
+        be an array.
+    - `state_as`: how an array in an `equinox.nn.State` is accumulated: `"itself"`, by
+        this accumulator; or `"mean"`, by the mean of floats and the last of all others.
 
     !!! example
 
@@ -72,6 +89,12 @@ class AbstractAccumulator(eqx.Module, Generic[_State]):
     """
 
     leafwise: ClassVar[bool] = True
+    counts_new: ClassVar[bool] = False
+    one_shape: ClassVar[bool] = False
+    of_equal: ClassVar[bool] = False
+    of_last: ClassVar[bool] = False
+    keeps_weak: ClassVar[bool] = False
+    state_as: ClassVar[Literal["itself", "mean"]] = "itself"
 
     @abc.abstractmethod
     def init(self, value: PyTree[_Struct], blocks: Blocks) -> _State:
@@ -129,6 +152,11 @@ class Concat(AbstractAccumulator[Array]):
 
         ```
     """
+
+    counts_new: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    keeps_weak: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
 
     axis: int = eqx.field(static=True, default=0)
 
@@ -216,6 +244,11 @@ class Last(AbstractAccumulator[Array]):
         ```
     """
 
+    counts_new: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    of_last: ClassVar[bool] = True
+    keeps_weak: ClassVar[bool] = True
+
     def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
         # If batches follow, an empty one can be the first.
         if blocks.total == 0 and not blocks.continues:
@@ -252,6 +285,12 @@ class _Extreme(eqx.Module):
 
 class AbstractExtreme(AbstractAccumulator[_Extreme]):
     """The largest or smallest result. Before the first one, it is `sign` times inf."""
+
+    # No example counts twice in the value, but it does in `count`, which says how the
+    # derivative is shared among the examples that attain it: `counts_new` is False.
+    one_shape: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
 
     sign: ClassVar[int]
 

@@ -22,6 +22,7 @@ from .._base.checks import (
     key_remedy,
     match_prefix,
     NUMBERS,
+    unseen_arrays,
 )
 from .._base.mesh import (
     examples_spec,
@@ -36,6 +37,7 @@ from .._base.trees import (
 )
 from .blocks import Blocks
 from .reading import is_state
+from .rows import Rows
 
 
 def broadcast_axes(
@@ -158,6 +160,10 @@ class Batch(eqx.Module):
             for x, axis in safe_zip(self.arrays, self.axes)
         ]
 
+    def rows(self, axis_size: int | None = None) -> Rows:
+        """The rows of all examples, of which there are `total(axis_size)`."""
+        return Rows(self.arrays, self.axes, self.total(axis_size))
+
     def total(self, axis_size: int | None = None) -> int:
         """The number of examples; all batched arrays must agree on it."""
         sizes = [x.shape[a] for x, a in safe_zip(self.arrays, self.axes)]
@@ -167,6 +173,7 @@ class Batch(eqx.Module):
                 "number of examples is not known. Mark an array argument as batched "
                 "in `in_axes`; or pass `axis_size`, or `in_axes=None` for one call "
                 "with all arguments, where the transform has it."
+                f"{_not_arrays(self.shared)}"
             )
         totals = {*sizes} if axis_size is None else {*sizes, axis_size}
         if len(totals) > 1:
@@ -190,6 +197,21 @@ class Batch(eqx.Module):
         return totals.pop()
 
 
+def _not_arrays(leaves: list) -> str:
+    """The remedy for arguments that are mistaken for arrays, if there are any."""
+    for x in leaves:
+        if eqx.is_array(x) or isinstance(x, type):
+            continue
+        if unseen_arrays(x):
+            return f" One argument is {unseen_arrays(x)}"
+        if hasattr(x, "__iter__") and not isinstance(x, (str, bytes)):
+            return (
+                f" One argument is {described(x)}, which is iterable: transforms take "
+                "its batches by `eqxbatch.over_batches`, and kernels need arrays."
+            )
+    return ""
+
+
 class _Batched:
     """Marks the place of a batched leaf."""
 
@@ -207,12 +229,14 @@ def split_batch(
     kwargs: dict,
     *,
     shares_states: bool = False,
+    num_leading: int | None = 0,
 ) -> Batch:
     """Resolves `in_axes` against a call of `fun` as `eqx.filter_vmap` does.
 
     Unlike `eqx.filter_vmap`, keyword arguments are supported: an `in_axes` dict may
     name them, and all others use `eqx.if_array(0)`. `shares_states` is as for
-    `broadcast_axes`.
+    `broadcast_axes`. For messages, `num_leading` is the number of arguments before
+    those that the user's `in_axes` describes; None if these are not arguments.
 
     Raises `ValueError` if `in_axes` does not fit the arguments, if an axis is out of
     range, or if something that is not an array gets a batch axis.
@@ -230,6 +254,7 @@ def split_batch(
     parts = jtu.tree_leaves((args, kwargs), is_leaf=is_state)
     in_states = [is_state(part) for part in parts for _ in jtu.tree_leaves(part)]
     arrays, batch_axes, names, shared = [], [], [], []
+    in_batched_states = []
     for (path, leaf), axis, in_state in safe_zip(paths, axes, in_states):
         if axis is None:
             shared.append(leaf)
@@ -251,15 +276,14 @@ def split_batch(
                 "not batched."
             )
             if in_state:
-                remedy = (
-                    "It is in an `equinox.nn.State`, which is not batched: pass the "
-                    "`axis_name` of the layers that update it, as for batch "
-                    "normalisation with `filter_micro_grad`; or give the state None."
-                )
+                remedy = _STATE_REMEDY
+            elif is_one_key(leaf):
+                remedy = key_remedy(name, None)
+            elif leaf.ndim == 0:
+                remedy = _scalar_remedy(path, args, axes, num_leading)
             raise ValueError(
                 f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
-                f"for its shape {leaf.shape}. "
-                f"{key_remedy(name, None) if is_one_key(leaf) else remedy}"
+                f"for its shape {leaf.shape}. {remedy}"
             )
         if any(leaf is x for x in BEFORE_BATCHES.get()):
             raise ValueError(
@@ -270,7 +294,43 @@ def split_batch(
         arrays.append(leaf)
         batch_axes.append(axis % leaf.ndim)
         names.append(name)
+        if in_state:
+            in_batched_states.append(name)
+    sizes = {x.shape[axis] for x, axis in safe_zip(arrays, batch_axes)}
+    if in_batched_states and len(sizes) > 1:
+        raise ValueError(
+            f"`in_axes` gives {in_batched_states[0]} a batch axis, but not all batched "
+            f"arrays have as many examples: sizes are {sorted(sizes)}. {_STATE_REMEDY}"
+        )
     return Batch(arrays, tuple(batch_axes), tuple(names), shared, treedef)
+
+
+_STATE_REMEDY = (
+    "It is in an `equinox.nn.State`, which is not batched. In training, layers that "
+    "update it couple the examples: pass their `axis_name` to `filter_micro_grad` or "
+    "`filter_micro_value_and_grad`. With layers in inference mode, give the state None "
+    "in `in_axes`."
+)
+
+
+def _scalar_remedy(
+    path: tuple, args: tuple, axes: list, num_leading: int | None
+) -> str:
+    """What to do with a scalar, with an example of `in_axes` for an argument."""
+    in_kwargs, argument, *rest = path
+    remedy = "A scalar has no axis of examples: what all examples share gets None in "
+    if rest or num_leading is None:
+        return f"{remedy}`in_axes`."
+    if in_kwargs.idx == 1:
+        return f"{remedy}`in_axes`, as in `in_axes={{{argument.key!r}: None}}`."
+    of_leaves, entries = iter(axes), []
+    for i, x in enumerate(args):
+        of_x = {next(of_leaves) for _ in jtu.tree_leaves(x)}
+        # What is mapped in several ways has no single entry.
+        if len(of_x) > 1:
+            return f"{remedy}`in_axes`."
+        entries.append(None if i == argument.idx else next(iter(of_x), None))
+    return f"{remedy}`in_axes`, as in `in_axes={(*entries[num_leading:],)}`."
 
 
 def no_ref(name: str) -> str:

@@ -110,10 +110,30 @@ def fetched_rows(rows: list[Array]) -> list[Any]:
     return multihost_utils.process_allgather(rows, tiled=True)
 
 
+def iterates_only(x: Any) -> bool:
+    """Whether something has batches, such as a generator or a loader, but no slices."""
+    if isinstance(x, Iterator):
+        return True
+    return hasattr(x, "__iter__") and not hasattr(x, "shape") and jtu.all_leaves([x])
+
+
 class Slices:
     """The rows of all examples, so many at a time; one batch if there are none."""
 
-    def __init__(self, examples: PyTree, size: int):
+    def __init__(self, examples: PyTree, size: int, *, is_stored: bool = False):
+        if iterates_only(examples):
+            remedy = "Leave `batch_size` out, because it yields batches already"
+            if is_stored:
+                remedy = (
+                    "A `store` is resumed by reading rows again: pass arrays, or what "
+                    "is indexed like them, such as `numpy.memmap`. Or leave `store` "
+                    "and `batch_size` out, and write what `update` returns for each "
+                    "batch yourself"
+                )
+            raise TypeError(
+                "With a `batch_size`, rows of `batches` are read by slices; got "
+                f"{described(examples)}, which can only be iterated. {remedy}."
+            )
         self._leaves, self._treedef = jtu.tree_flatten(examples)
         others = [x for x in self._leaves if not has_rows(x)]
         if others or not self._leaves:

@@ -19,10 +19,11 @@ from .._base.traced_function import TracedFunction
 from .._base.trees import difference, safe_zip, shown
 from .accumulators import Concat
 from .batch import Batch, unbatched
-from .loop import accumulated, Rows, run_blocks
+from .loop import accumulated, run_blocks
 from .loss import Loss, split_examples
 from .padding import Padding, unless_padding
-from .parameters import are_parameters, warn_of_numbers
+from .parameters import are_parameters, as_where, UNRAVEL, warn_of_numbers
+from .rows import Rows
 from .slots import as_slots, Slots, types_of
 from .sums import check_adds, Mean, OfTotals, rows_and_weights, Sum
 from .transform import AbstractMicrobatched, AbstractSharded, AbstractTransform
@@ -61,10 +62,10 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
         vector = jtu.tree_map(as_array, vector, diff)
     arrays = eqx.filter(vector, eqx.is_inexact_array)
     if types_of(arrays) != types_of(diff):
+        remedy = UNRAVEL if eqx.is_array(vector) else difference(diff, arrays)
         raise ValueError(
             f"{what} must have the structure, shapes and dtypes of what is "
-            f"differentiated, {shown(diff)}; got {shown(vector)}. "
-            f"{difference(diff, arrays)}"
+            f"differentiated, {shown(diff)}; got {shown(vector)}. {remedy}"
         )
     return jtu.tree_leaves(arrays)
 
@@ -84,7 +85,7 @@ class AbstractDerivative(AbstractTransform):
     allows_complex: ClassVar[bool] = False
 
     _: dataclasses.KW_ONLY
-    where: Callable[[Any], Any] | None = None
+    where: Callable[[Any], Any] | None = eqx.field(default=None, converter=as_where)
     filter_spec: PyTree = eqx.is_inexact_array
 
     @property
@@ -212,33 +213,31 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
             return sums([], None), per_example([])
         if not program.backward.is_linear:
             sums = weighted_after(sums, loss.batch.axes)
-        arrays, axes, split = rows_and_weights(accumulator, loss.batch, blocks)
-        padding = Padding.of(loss.batch.arrays, loss.batch.axes, accumulator.weights)
+        batch = rows_and_weights(accumulator, loss.batch)
+        padding = Padding.of(batch)
 
-        def run(
-            rows: list, size: int, of_rows: Array | None
-        ) -> tuple[tuple[list, PyTree], None]:
-            batch, weights_of_rows = split(rows, of_rows)
-            counting = batch
-            if padding is not None:
-                counting = padding.replaced(batch, weights_of_rows)
+        def run(rows: Rows) -> tuple[list[Array], PyTree]:
+            rows = rows.weighted()
+            counting = rows if padding is None else padding.replaced(rows)
 
-            def shares(weights: Array | None, share: float) -> list:
+            def shares(weights: Array | None, share: float) -> list[Array]:
                 if share != 1:
-                    ones = jnp.ones(size) if weights is None else weights
+                    ones = jnp.ones(rows.total) if weights is None else weights
                     weights = ones * share
-                return sums(counting, weights)
+                return sums(counting.arrays, weights)
 
-            totals = weighted_totals(shares, size, weights_of_rows, program.is_narrow)
-            if padding is not None and weights_of_rows is not None:
-                totals = unless_padding(totals, weights_of_rows)
-            return (totals, per_example(batch)), None
+            is_narrow = program.is_narrow
+            totals = weighted_totals(shares, rows.total, rows.weights, is_narrow)
+            # Of rows that do not count, one took the place of all: leave it out, too.
+            if padding is not None and rows.weights is not None:
+                totals = unless_padding(totals, rows.weights)
+            return totals, per_example(rows.arrays)
 
-        def slots(output: tuple, _: Any) -> Slots:
+        def slots(output: tuple[list, PyTree]) -> Slots:
             of_examples = Concat() if array_structs(output[1]) else None
             return as_slots((OfTotals(accumulator), of_examples), output)
 
-        return run_blocks(run, arrays, axes, blocks, slots)
+        return run_blocks(run, batch, blocks, slots)
 
 
 # Sums over the rows of a microbatch, with weights or without.
@@ -255,20 +254,19 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
     def of_one(rows: list) -> list:
         return sums([jnp.expand_dims(x, a) for x, a in safe_zip(rows, axes)], None)
 
-    def of_each(rows: list, _: int) -> list:
-        *rows, weights = rows
-        results = jax.vmap(of_one, ([*axes],))(rows)
+    def of_each(rows: Rows) -> list[Array]:
+        results = jax.vmap(of_one, ([*axes],))(rows.arrays)
         whole = jax.lax.Precision.HIGHEST
         return [
-            jnp.tensordot(weights.astype(x.dtype), x, 1, precision=whole)
+            jnp.tensordot(rows.weights.astype(x.dtype), x, 1, precision=whole)
             for x in map(widened, results)
         ]
 
     def weighted(rows: list, weights: Real[Array, " n"] | None) -> list:
         total = rows[0].shape[axes[0]]
         weights = jnp.ones(total) if weights is None else weights
-        both = Rows([*rows, weights], (*axes, 0), total)
-        one = jax.eval_shape(lambda: of_each(both.at(0, 1).arrays, 1))
+        both = Rows(rows, tuple(axes), total, weights=weights)
+        one = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
         # As many results at a time as factors of sites would be kept.
         size = platform().factor_bytes // max(num_bytes(one), 1)
         return accumulated(of_each, both, max(1, size), Sum())

@@ -1,6 +1,6 @@
 """The accumulator `LogSumExp`, whose exponentials may be out of range."""
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -60,6 +60,10 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
 
         ```
     """
+
+    counts_new: ClassVar[bool] = True
+    one_shape: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
 
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
 

@@ -2,21 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 from jaxtyping import Array, PyTree
 
 from .._base.backward import custom_backward
 from .._base.compile import calls_host
 from .._base.jaxpr_types import JaxprAndConsts
-from .._base.jaxprs import axis_names, equations_in, run_jaxpr
-from .._base.mesh import is_on_mesh, vary_as
+from .._base.jaxprs import axis_names, run_jaxpr
+from .._base.mesh import is_on_mesh
 from .._base.refs import without_refs
 from .._base.structs import array_structs, is_struct, with_arrays
 from .._base.trees import (
@@ -25,43 +24,37 @@ from .._base.trees import (
     sparse_nodes,
     with_shapes_of_arrays,
 )
-from .accumulators import Concat, Last, Max, Min
-from .blocks import block_struct, Blocks, full_block, rearranged
-from .log_sum_exp import LogSumExp
-from .sums import AbstractSummary, Mean, Sum, Variance, with_weights
-
-
-if TYPE_CHECKING:
-    pass
+from .accumulators import Concat
+from .blocks import Blocks, full_block, rearranged
 from .passes import current_passes, of_passes
+from .rows import Rows
 from .run import as_strong, as_weak, Run, run_loop
 from .slots import as_slots, OutputAccumulator, Slots
+from .sums import AbstractSummary, Sum
 
 
-# A function of the rows of a microbatch, of their number, and of their shares.
-MicrobatchFunction = Callable[[list, int, Any], tuple[PyTree, Any]]
+# A function of the rows of a microbatch.
+MicrobatchFunction = Callable[[Rows], PyTree]
 
 
 def run_blocks(
     fun: MicrobatchFunction,
-    arrays: list,
-    axes: tuple[int, ...],
+    rows: Rows,
     blocks: Blocks,
-    make_slots: Callable[[PyTree, Any], Slots],
-    limit: Any = None,
+    accumulators: Callable[[PyTree], Slots],
+    limit: int | Array | None = None,
     checkpoint: bool = False,
 ) -> PyTree:
     """Runs `fun` over the microbatches of a batch and accumulates its results.
 
     **Arguments:**
 
-    - `fun`: takes the rows of one microbatch (a list parallel to `arrays`), their
-        number, and their `Block.shares` if microbatches overlap, else None. It returns
-        `(output, static)`. It is traced once for the full microbatches and, unless they
-        overlap, once for the remainder.
-    - `arrays`, `axes`: the batched arrays and the axis along which each is cut.
+    - `fun`: takes the rows of one microbatch, with their `shares` if microbatches
+        overlap. It is traced once for the full microbatches and, unless they overlap,
+        once for the remainder.
+    - `rows`: those of the batch.
     - `blocks`: how they are cut.
-    - `make_slots`: takes the shapes of a full microbatch's output, and `static`.
+    - `accumulators`: takes the shapes of a full microbatch's output.
     - `limit`: how many microbatches to run: `None`, an int, or an integer scalar array.
     - `checkpoint`: whether microbatches are rematerialised in reverse mode.
 
@@ -72,82 +65,96 @@ def run_blocks(
     """
     passes = current_passes()
     if blocks.in_order:
-        arrays = [rearranged(x, axis, blocks) for x, axis in safe_zip(arrays, axes)]
+        deal = lambda x, axis: rearranged(x, axis, blocks)
+        rows = rows.mapped(deal, rows.total)
 
-    def structs(size: int) -> tuple[list, int, jax.ShapeDtypeStruct | None]:
-        pairs = safe_zip(arrays, axes)
-        rows = [block_struct(x, axis, size) for x, axis in pairs]
-        dtype = jnp.result_type(float)
-        shares = jax.ShapeDtypeStruct((size,), dtype) if blocks.overlaps else None
-        return rows, size, shares
-
-    def trace(size: int) -> tuple[Any, PyTree, Any]:
-        with of_passes(None):  # Loops within `fun` are no passes.
-            jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(*structs(size))
-        output, aux = eqx.combine(struct, static)
-        return without_refs(jaxpr), output, aux
-
-    def slots_of(output: PyTree, aux: Any) -> Slots:
-        slots = make_slots(output, aux).with_states(output)
+    def slots_of(output: PyTree) -> Slots:
+        slots = accumulators(output).with_states(output)
         _check_sparse(slots, output)
         if isinstance(limit, int) and limit == 0:
             _check_needs_none(slots)
         return slots
 
+    # A single microbatch needs no loop, and no trace before it runs.
     is_one = blocks.num_full == blocks.num == 1
     if is_one and limit is None and not checkpoint and passes is None:
-        return _at_once(fun, arrays, blocks, slots_of)
-    full, output, aux = trace(blocks.size)
-    if blocks.overlaps and runs_once(full):
+        return _at_once(fun, rows, blocks, slots_of)
+
+    full = _traced(fun, rows, blocks.size, blocks)
+    if blocks.overlaps and runs_once(full.closed):
         blocks = dataclasses.replace(blocks, overlaps=False)
-        full, output, aux = trace(blocks.size)
-    slots = slots_of(output, aux)
+        full = _traced(fun, rows, blocks.size, blocks)
+    slots, remainder = slots_of(full.output), full
     if blocks.num_full > 0 and blocks.remainder > 0 and not blocks.overlaps:
-        remainder, remainder_output, _ = trace(blocks.remainder)
-        _check_same(output, remainder_output, blocks)
-        _check_rows(slots.slots, output, remainder_output, blocks)
-    else:
-        remainder = full
+        remainder = _traced(fun, rows, blocks.remainder, blocks)
+        _check_same(full.output, remainder.output, blocks)
+        _check_rows(slots.slots, full.output, remainder.output, blocks)
 
-    outs = array_structs(output)
-    if any(is_on_mesh(x) for x in [*arrays, *full.consts]):
-        # Those of `jax.make_jaxpr` need not have their sharding.
-        evaluate = functools.partial(run_jaxpr, full.jaxpr, full.consts)
-        outs = jax.eval_shape(evaluate, array_structs(structs(blocks.size)))
-
-    if passes is not None:
-        begun = passes.begun(slots.slots, arrays, axes)
-        slots = dataclasses.replace(slots, slots=begun)
     run = Run(
-        arrays=arrays,
-        full_consts=list(full.consts),
-        remainder_consts=list(remainder.consts),
+        rows=rows,
+        full_consts=list(full.closed.consts),
+        remainder_consts=list(remainder.closed.consts),
         slots=slots.slots,
         limit=limit,
-        full=full.jaxpr,
-        outs=outs,
-        remainder=remainder.jaxpr,
-        axes=axes,
+        full=full.closed.jaxpr,
+        outs=full.outs(rows),
+        remainder=remainder.closed.jaxpr,
         blocks=blocks,
         checkpoint=checkpoint,
     )
-    if passes is not None and not passes.runs:
-        results = run.initial_states(run.value_structs)
+    compute = _results if passes is None else passes.wrapped(_results)
+    return slots.combine(compute(run))
+
+
+@dataclasses.dataclass(frozen=True)
+class _TracedBlock:
+    """The program of a microbatch, its output, and the types of the rows that it takes.
+
+    The output has structs in place of its arrays.
+    """
+
+    closed: JaxprAndConsts
+    output: PyTree
+    structs: Rows
+
+    def outs(self, rows: Rows) -> list[jax.ShapeDtypeStruct]:
+        """The types of its arrays."""
+        if not any(map(is_on_mesh, [*jtu.tree_leaves(rows), *self.closed.consts])):
+            return array_structs(self.output)
+        # Those of `jax.make_jaxpr` need not have their sharding.
+        evaluate = functools.partial(run_jaxpr, self.closed.jaxpr, self.closed.consts)
+        return jax.eval_shape(evaluate, array_structs(self.structs))
+
+
+def _traced(
+    fun: MicrobatchFunction, rows: Rows, size: int, blocks: Blocks
+) -> _TracedBlock:
+    """The function of the rows of a microbatch of a given size, traced."""
+    structs = rows.structs(size)
+    if blocks.overlaps:
+        shares = jax.ShapeDtypeStruct((size,), jnp.result_type(float))
+        structs = structs.with_(shares=shares)
+    with of_passes(None):  # Loops within `fun` are no passes.
+        jaxpr, struct, static = eqx.filter_make_jaxpr(fun)(structs)
+    return _TracedBlock(without_refs(jaxpr), eqx.combine(struct, static), structs)
+
+
+def _results(run: Run) -> list[PyTree]:
+    """The results of all microbatches."""
     # JAX would call a derivative rule again after these axis names are unbound.
-    elif any(axis_names(jaxpr) for jaxpr in (full.jaxpr, remainder.jaxpr)):
+    if any(axis_names(jaxpr) for jaxpr in (run.full, run.remainder)):
         # The loop whose transpose is efficient, differentiated or not.
-        are_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
+        is_inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        are_inexact = jtu.tree_map(is_inexact, run.rows)
         results = dataclasses.replace(run, differentiated=are_inexact).results()
     else:
         results = run_loop(run)
-    if blocks.in_order:
-        results = [
-            _in_order(slot, value, result, blocks)
-            for slot, value, result in safe_zip(slots.slots, run.value_structs, results)
-        ]
-    if passes is not None:
-        results = passes.ended(slots.slots, results, blocks)
-    return slots.combine(results)
+    if not run.blocks.in_order:
+        return results
+    return [
+        _in_order_of_examples(slot, value, result, run.blocks)
+        for slot, value, result in safe_zip(run.slots, run.value_structs, results)
+    ]
 
 
 def runs_once(closed: JaxprAndConsts) -> bool:
@@ -158,16 +165,18 @@ def runs_once(closed: JaxprAndConsts) -> bool:
     """
     if len(closed.effects) > len(axis_names(closed.jaxpr)):
         return True
-    if any(map(calls_host, equations_in(closed))):
+    if calls_host(closed):
         return True
     return not custom_backward(closed, [True for _ in closed.jaxpr.invars]).is_linear
 
 
-def _in_order(slot: OutputAccumulator, value: Any, result: Any, blocks: Blocks) -> Any:
+def _in_order_of_examples(
+    slot: OutputAccumulator, value: Any, result: Any, blocks: Blocks
+) -> Any:
     """A result, with its rows in the order of the examples."""
-    if not isinstance(slot.accumulator, Concat):
+    if slot.concat is None:
         return result
-    axis = slot.accumulator.axis_of(value)
+    axis = slot.concat.axis_of(value)
     num = result.shape[axis]
     # Other rows are those of microbatches and are in order.
     if value.shape[axis] * blocks.total != num * blocks.size:
@@ -177,22 +186,22 @@ def _in_order(slot: OutputAccumulator, value: Any, result: Any, blocks: Blocks) 
 
 def _at_once(
     fun: MicrobatchFunction,
-    arrays: list,
+    rows: Rows,
     blocks: Blocks,
-    make_slots: Callable[[PyTree, Any], Slots],
+    accumulators: Callable[[PyTree], Slots],
 ) -> PyTree:
     """Runs a single microbatch, without tracing a loop body first."""
     block = full_block(blocks, 0)
     with jax.named_scope("microbatch"):
-        output, aux = fun(arrays, blocks.size, None)
+        output = fun(rows)
     outs, static = eqx.partition(output, eqx.is_array)
-    slots = make_slots(eqx.combine(jax.eval_shape(lambda x: x, outs), static), aux)
+    slots = accumulators(eqx.combine(jax.eval_shape(lambda x: x, outs), static))
     leaves = jtu.tree_leaves(outs)
     strong = [as_strong(x) for x in leaves]
 
     def result(slot: OutputAccumulator) -> PyTree:
         value = slot.value(strong, block)
-        if isinstance(slot.accumulator, Concat):
+        if slot.concat is not None:
             struct = jax.eval_shape(lambda x: x, value)
             jax.eval_shape(lambda: slot.init(struct, blocks))  # For its errors.
             return value
@@ -225,7 +234,7 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
         used = [by_number[i].accumulator for i in jtu.tree_leaves(numbers)]
         name = f"output{jtu.keystr(path)}, a {type(x).__name__},"
         axes = {acc.axis for acc in used if isinstance(acc, Concat)}
-        if all(isinstance(acc, Last) or not acc.leafwise for acc in used):
+        if all(acc.of_last or not acc.leafwise for acc in used):
             continue
         if not all(isinstance(acc, Concat) for acc in used):
             names = " and ".join(sorted({type(acc).__name__ for acc in used}))
@@ -246,10 +255,11 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
 def _check_needs_none(slots: Slots) -> None:
     """Raises for results that do not exist if no microbatch runs."""
     for slot in slots.slots:
-        if isinstance(slot.accumulator, Last):
+        if slot.accumulator.of_last:
+            name = type(slot.accumulator).__name__
             raise ValueError(
                 f"output{slot.path} comes from the last example that runs, because of "
-                "`Last` or None in `out_axes`, but `num_real_microbatches` is 0, so "
+                f"`{name}` or None in `out_axes`, but `num_real_microbatches` is 0, so "
                 "that none runs. Run at least one microbatch."
             )
 
@@ -283,14 +293,14 @@ def _check_rows(
 ) -> None:
     full, rest = array_structs(output), array_structs(remainder)
     for slot in slots:
-        accumulator = slot.accumulator
-        is_known = isinstance(accumulator, (Concat, *_OF_ONE_SHAPE))
-        if slot.per_example or not is_known or len(slot.indices) != 1:
+        accumulator, concat = slot.accumulator, slot.concat
+        if slot.per_example or len(slot.indices) != 1:
             continue
         (index,) = slot.indices
         shape, rest_shape = full[index].shape, rest[index].shape
-        if not isinstance(accumulator, Concat):
-            if shape != rest_shape:
+        if concat is None:
+            # Most would broadcast the result of a remainder of one example.
+            if accumulator.one_shape and shape != rest_shape:
                 raise ValueError(
                     f"{type(accumulator).__name__} needs results of one shape, but "
                     f"output{slot.path} has shape {shape} for a microbatch of "
@@ -299,9 +309,9 @@ def _check_rows(
                     "`Concat()`."
                 )
             continue
-        axis = accumulator.axis_of(full[index])
+        axis = concat.axis_of(full[index])
         rows, rest_rows = shape[axis], rest_shape[axis]
-        expected = accumulator.extent(full[index], blocks) - blocks.num_full * rows
+        expected = concat.extent(full[index], blocks) - blocks.num_full * rows
         if rest_rows != expected:
             raise ValueError(
                 f"Concat cannot join the parts of output{slot.path}: it has {rows} "
@@ -313,79 +323,15 @@ def _check_rows(
             )
 
 
-# These would broadcast the result of a remainder of one example.
-_OF_ONE_SHAPE = (LogSumExp, Max, Mean, Min, Sum, Variance)
-
-
-class Rows(eqx.Module):
-    """The arrays of some examples, and the batch axis of each.
-
-    The axis is None for an array that all examples share. Arrays without rows stand for
-    those whose rows are read in blocks.
-    """
-
-    arrays: list
-    axes: tuple[Any, ...] = eqx.field(static=True)
-    total: int = eqx.field(static=True)
-
-    @property
-    def are_stored(self) -> bool:
-        """Whether these are not in memory."""
-        pairs = safe_zip(self.arrays, self.axes)
-        return any(
-            axis is not None and x.shape[axis] != self.total for x, axis in pairs
-        )
-
-    def at(self, start: Any, size: int) -> "Rows":
-        """A number of rows, starting at a given one."""
-        if size == self.total:
-            return self
-        cut = [
-            x if axis is None else lax.dynamic_slice_in_dim(x, start, size, axis)
-            for x, axis in safe_zip(self.arrays, self.axes)
-        ]
-        return Rows(cut, self.axes, size)
-
-    def one(self) -> list:
-        """An example of zeros, for computations that do not depend on its values."""
-        return [
-            x
-            if axis is None
-            else vary_as(
-                [x], jnp.zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]), x.dtype)
-            )
-            for x, axis in safe_zip(self.arrays, self.axes)
-        ]
-
-
-def accumulated_sums(
-    sums: Callable[[list, Any], Any],
-    arrays: list,
-    axes: Sequence[int],
-    weights: Array | None,
-    size: int,
-) -> Any:
-    """Adds up what `sums(arrays, weights)` returns for blocks of examples.
-
-    `axes` are the batch axes; `weights` has one weight for each example, or is None.
-    """
-    total = arrays[0].shape[axes[0]]
-    arrays, both_axes, split = with_weights(arrays, axes, weights)
-    run = lambda arrays, _: sums(*split(arrays))
-    return accumulated(run, Rows(arrays, both_axes, total), size, Sum())
-
-
 def accumulated(
-    fun: Callable[[list, int], Any],
+    fun: Callable[[Rows], PyTree],
     rows: Rows,
     size: int | None,
     accumulator: Sum | Concat,
-) -> Any:
+) -> PyTree:
     """Results of `fun` for blocks of rows, summed or concatenated."""
     if size is None or size >= rows.total > 0:
-        return fun(rows.arrays, rows.total)
+        return fun(rows)
     blocks = Blocks(rows.total, max(1, min(size, rows.total)))
-    run = lambda arrays, size, _: (fun(arrays, size), None)
-    slots = lambda output, _: as_slots(accumulator, output)
     with of_passes(None):
-        return run_blocks(run, rows.arrays, rows.axes, blocks, slots)
+        return run_blocks(fun, rows, blocks, lambda out: as_slots(accumulator, out))

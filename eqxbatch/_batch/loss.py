@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, PyTree, Real
 
-from .._base.checks import called
+from .._base.checks import called, unseen_arrays
 from .._base.mesh import vary_as
 from .._base.structs import is_struct, vary
 from .._base.traced_function import TracedFunction
@@ -19,7 +19,7 @@ from .._base.trees import described, shown
 from .._base.versions import varying
 from .batch import Batch, positional_names, split_batch
 from .blocks import Blocks
-from .memory import explained_failure
+from .memory import explained_failure, OTHER_AXIS_NAME
 from .padding import Padding
 from .reading import is_state
 
@@ -56,13 +56,21 @@ def split_examples(
         in_axes = (None, *in_axes)
     else:
         in_axes = (None, *[in_axes] * num)
-    return split_batch(fun, in_axes, args, kwargs, shares_states=shares_states)
+    shares = {"shares_states": shares_states}
+    batch = split_batch(fun, in_axes, args, kwargs, **shares, num_leading=1)
+    unseen = unseen_arrays(getattr(fun, "__self__", None))
+    if not batch.arrays and unseen:
+        raise ValueError(
+            "Nothing is batched: the first argument is differentiated, and no other "
+            f"has a batch axis. `fun` is a method of {unseen}"
+        )
+    return batch
 
 
 _IF_NAMED = (
-    "Derivatives for examples are not defined if `fun` couples examples: switch such "
-    "layers to inference mode. Or, for a gradient of which nothing per-example is "
-    "needed, pass this name to `filter_micro_grad` as `axis_name`."
+    "To train such layers, pass this name to `filter_micro_grad` as `axis_name`. Other "
+    "derivatives for examples are not defined if `fun` couples examples: switch such "
+    "layers to inference mode, in which they use their running statistics."
 )
 
 
@@ -134,9 +142,12 @@ class Loss(eqx.Module):
         An `equinox.nn.State` in aux is that of the microbatch.
         """
         call = functools.partial(self, diff)
+        other_name = OTHER_AXIS_NAME.format(self.axis_name)
 
         def one(rows: list) -> tuple[Array, PyTree, PyTree]:
-            with explained_failure(call, self.batch, "example", _IF_COUPLED):
+            with explained_failure(
+                call, self.batch, "example", _IF_COUPLED, None, other_name
+            ):
                 value, aux = call(rows)
             return value, *eqx.partition(aux, is_state, is_leaf=is_state)
 

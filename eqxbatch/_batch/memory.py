@@ -51,6 +51,7 @@ def explained_failure(
     remedy: str | None,
     rows: list | None = None,
     if_named: str = "Switch such layers to inference mode.",
+    name: str = "fun",
 ) -> Iterator[None]:
     """Adds a note if a function fails here: with what, and if it works otherwise.
 
@@ -58,7 +59,8 @@ def explained_failure(
     these as the batched arrays. `kind` is what it is called with here, `rows`
     are the arrays of a microbatch, and `remedy` says what to do if the other kind was
     meant; without it, there is no note. `if_named` is the remedy if the function uses a
-    named axis. The exception is still the user's.
+    named axis that is not there, and `name` is that of the function. The exception is
+    still the user's.
     """
     try:
         yield
@@ -74,11 +76,11 @@ def explained_failure(
         shapes = (
             f"{name} of shape {x.shape}" for name, x in safe_zip(batch.names, rows)
         )
-        note = (
-            f"`fun` is called with {what}, {', '.join(shapes)}, and raises this error."
-        )
+        listed = ", ".join(shapes)
+        note = f"`{name}` is called with {what}, {listed}, and raises this error."
         if isinstance(e, NameError) and "unbound axis name" in str(e):
-            e.add_note(f"{note} {_NAMED} {if_named}")
+            axis = str(e).partition("axis name: ")[2].partition(".")[0]
+            e.add_note(f"{note} {_NAMED.format(axis)} {if_named}")
         elif _works(call, other_rows):
             e.add_note(f"{note} It works for {other}. {remedy}")
         elif isinstance(e, (TypeError, ValueError)) and not hasattr(e, "__notes__"):
@@ -86,7 +88,11 @@ def explained_failure(
         raise
 
 
-_NAMED = "It uses a named axis, as BatchNorm does in training mode."
+# What to do if there is another named axis than the function uses.
+OTHER_AXIS_NAME = "But `axis_name` is {!r}: pass the name that `fun` uses."
+
+
+_NAMED = "It uses a named axis, `{}`, as BatchNorm does in training mode."
 
 
 def _works(call: Callable[[list], Any], rows: list) -> bool:
@@ -232,16 +238,11 @@ def resolved(settings: _Settings) -> _Settings:
     program.
     """
     # Neither `getattr` nor `isinstance`: both take Equinox ten times as long.
-    changes, fields = {}, vars(settings)
-    for name in _NAMES:
-        value = fields.get(name)
+    changes = {}
+    for name, value in vars(settings).items():
         if type(value) is MemoryBudget and value.max_bytes is None:
             changes[name] = MemoryBudget(value.resolve())
     return dataclasses.replace(settings, **changes) if changes else settings
-
-
-# The names of settings that are sizes.
-_NAMES = ("block_size", "microbatch_size", "per_batch")
 
 
 def check_size(name: str, size: Size | str) -> Size:

@@ -8,7 +8,6 @@ The derivative with respect to a weight is the value of its row, also if the wei
 0. Where weights are differentiated, rows stay as they are.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._base.trees import safe_zip
+from .rows import Rows
 
 
 class Padding(eqx.Module):
@@ -28,28 +28,28 @@ class Padding(eqx.Module):
     batch, and `unless_padding` drops the result.
     """
 
-    rows: list
-    axes: tuple[int, ...] = eqx.field(static=True)
+    row: list
 
     @staticmethod
-    def of(
-        arrays: list, axes: Sequence[int], weights: Shaped[Array, " n"] | None
-    ) -> "Padding | None":
+    def of(rows: Rows) -> "Padding | None":
         """The padding of a batch; None if all of its rows count."""
-        if weights is None or weights.shape[0] == 0 or not arrays:
+        weights = rows.weights
+        if weights is None or weights.shape[0] == 0 or not rows.arrays:
             return None
         counts = weights.astype(bool)
         first = counts & (jnp.arange(weights.shape[0]) == jnp.argmax(counts))
-        rows = [_marked_row(x, first, axis) for x, axis in safe_zip(arrays, axes)]
+        pairs = safe_zip(rows.arrays, rows.axes)
+        row = [_marked_row(x, first, axis) for x, axis in pairs]
         # Its share in a derivative has the weight 0.
-        return Padding([*map(lax.stop_gradient, rows)], tuple(axes))
+        return Padding([*map(lax.stop_gradient, row)])
 
-    def replaced(self, rows: list, weights: Shaped[Array, " n"] | None) -> list:
+    def replaced(self, rows: Rows) -> Rows:
         """The rows of a microbatch, without those that do not count."""
-        if weights is None:
+        if rows.weights is None:
             return rows
-        triples = safe_zip(rows, self.rows, self.axes)
-        return [_counting(x, row, weights, axis=axis) for x, row, axis in triples]
+        triples = safe_zip(rows.arrays, self.row, rows.axes)
+        counting = lambda x, row, axis: _counting(x, row, rows.weights, axis=axis)
+        return rows.with_(arrays=[counting(*triple) for triple in triples])
 
 
 def unless_padding(totals: list[Array], weights: Shaped[Array, " n"]) -> list[Array]:

@@ -10,8 +10,6 @@ from jaxtyping import PyTree
 
 from .._base.checks import no_arrays_remedy, warn_user
 from .._base.trees import described, safe_zip, shown
-from .._base.types import check_types
-from .transform import Model
 
 
 def are_parameters(
@@ -24,7 +22,7 @@ def are_parameters(
             f"{name} has no arrays of an inexact dtype, so that there is nothing "
             f"to differentiate; got {shown(model)}.{no_arrays_remedy(model)}"
         )
-    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    selected = _selected(model, filter_spec)
     numbers = range(len(leaves)) if where is None else _numbers(model, where)
     chosen = [
         x is not _OTHER and i in numbers and eqx.is_inexact_array(leaf)
@@ -39,7 +37,28 @@ def are_parameters(
     return jtu.tree_unflatten(treedef, chosen)
 
 
+# The remedy for a vector in place of a PyTree like the parameters.
+UNRAVEL = (
+    "Make a PyTree of a vector with the second output of "
+    "`jax.flatten_util.ravel_pytree(eqxbatch.parameters(model))`."
+)
+
+
 _OTHER = object()
+
+
+def _selected(model: PyTree, filter_spec: PyTree) -> list[Any]:
+    """The leaves of a model, with a mark in place of those that are left out."""
+    try:
+        return jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    except Exception as e:
+        e.add_note(
+            "`filter_spec` must be as for `equinox.filter`: a function of each leaf "
+            "that returns a bool, or a PyTree of bools or such functions, which is a "
+            "prefix of the model. To select parts by a function of the whole model, "
+            "pass `where`."
+        )
+        raise
 
 
 def warn_of_numbers(
@@ -62,7 +81,7 @@ def warn_of_numbers(
     ]
     if not suspects:
         return
-    selected = jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
+    selected = _selected(model, filter_spec)
     picked = range(len(leaves)) if where is None else _numbers(model, where)
     # The default does not say that a number is left out on purpose.
     is_default = filter_spec is eqx.is_inexact_array
@@ -106,6 +125,28 @@ def _numbers(model: PyTree, where: Callable) -> set[int]:
     return {x.number for x in picked}
 
 
+WHERE_REMEDY = (
+    "Pass a function that returns parts of the model, such as `lambda model: "
+    "model.layers[-1]`; or a mask, a PyTree of bools like the model, as `filter_spec`."
+)
+
+
+def as_where(where: Any) -> Any:
+    """A function that picks parts of a model.
+
+    Raises `TypeError` for a mask or a part of the model. If it is a module, it can be
+    called, but as the module that it is like.
+    """
+    parts = jtu.tree_leaves(where)
+    is_mask = len(parts) > 1 and all(isinstance(x, bool | str) for x in parts)
+    is_function = callable(where) and not is_mask and not any(map(eqx.is_array, parts))
+    if where is not None and not is_function:
+        raise TypeError(
+            f"`where` must be Callable | None; got {described(where)}. {WHERE_REMEDY}"
+        )
+    return where
+
+
 def _not_a_part(what: str) -> ValueError:
     return ValueError(
         "`where` must return parts of the model, whose arrays it must not look at; "
@@ -114,11 +155,11 @@ def _not_a_part(what: str) -> ValueError:
 
 
 def parameters(
-    model: Model,
+    model: PyTree,
     *,
     where: Callable | None = None,
     filter_spec: PyTree = eqx.is_inexact_array,
-) -> Model:
+) -> PyTree:
     """The parameters that a transform with these settings differentiates.
 
     Pass them to the `init` of an optimiser, so that its state has the structure of the
@@ -150,5 +191,5 @@ def parameters(
 
         ```
     """
-    check_types({"where": where}, {"where": Callable | None}, always=True)
+    where = as_where(where)
     return eqx.filter(model, are_parameters(model, where, filter_spec))

@@ -8,27 +8,22 @@ batches before, and its states are what the call is for.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from .._base.platforms import assigned
 from .._base.trees import (
     safe_zip,
 )
-from .accumulators import Concat, Last
 from .batch import BEFORE_BATCHES
-from .blocks import (
-    Blocks,
-)
-
-
-if TYPE_CHECKING:
-    pass
+from .blocks import Blocks
+from .rows import Rows
+from .run import Run
+from .slots import OutputAccumulator
 
 
 class Pass(eqx.Module):
@@ -36,8 +31,8 @@ class Pass(eqx.Module):
 
     - `states`: those of the accumulators; None for results that are joined.
     - `num_examples`, `num_microbatches`: how many it has seen.
-    - `example`, `axes`: the types of the batched arrays of one example, and the batch
-        axes of these.
+    - `example`, `axes`: the types of what there is for one example, and the batch axes
+        of its arrays.
     - `of_last`: the paths of results that are those of the last example.
     """
 
@@ -86,24 +81,38 @@ class Passes:
         """The number of examples of all batches."""
         return (self.before or self.after)[-1].num_examples
 
-    def begun(self, slots: list, arrays: list, axes: tuple[int, ...]) -> list:
+    def wrapped(
+        self, compute: Callable[[Run], list[PyTree]]
+    ) -> Callable[[Run], list[PyTree]]:
+        """A function like `compute`, for the pass that comes now.
+
+        It continues from the states before this batch, and keeps those after it.
+        """
+
+        def results(run: Run) -> list[PyTree]:
+            run = dataclasses.replace(run, slots=self._begun(run.slots, run.rows))
+            # A batch is for one pass. All others only need the types of states.
+            if self.runs:
+                of_batch = compute(run)
+            else:
+                of_batch = run.initial_states(run.value_structs)
+            return self._ended(run.slots, of_batch, run.blocks)
+
+        return results
+
+    def _begun(
+        self, slots: list[OutputAccumulator], rows: Rows
+    ) -> list[OutputAccumulator]:
         """The slots of the pass that comes now, with the states before this batch.
 
         Raises `ValueError` if an example has other types than those before.
         """
-        example = tuple(
-            jax.ShapeDtypeStruct(
-                (*x.shape[:axis], *x.shape[axis + 1 :]),
-                x.dtype,
-                weak_type=jax.typeof(x).weak_type,
-            )
-            for x, axis in safe_zip(arrays, axes)
-        )
+        example = rows.example()
         none = [None] * len(slots)
         zero = jnp.zeros((), jnp.int32)
         if self.before is None:
-            of_last = tuple(x.path for x in slots if isinstance(x.accumulator, Last))
-            self.after.append(Pass(none, zero, zero, example, tuple(axes), of_last))
+            of_last = tuple(x.path for x in slots if x.accumulator.of_last)
+            self.after.append(Pass(none, zero, zero, example, rows.axes, of_last))
             pass_ = self.after[-1]
         else:
             pass_ = self.before[self.number]
@@ -116,12 +125,14 @@ class Passes:
         offset = pass_.num_microbatches, pass_.num_examples
         return [
             slot
-            if isinstance(slot.accumulator, Concat)
+            if slot.concat is not None
             else dataclasses.replace(slot, continues=True, before=state, offset=offset)
             for slot, state in safe_zip(slots, pass_.states)
         ]
 
-    def ended(self, slots: list, states: list, blocks: Blocks) -> list:
+    def _ended(
+        self, slots: list[OutputAccumulator], states: list[PyTree], blocks: Blocks
+    ) -> list[PyTree]:
         """The results of a pass, from its states with this batch.
 
         For what is joined, the states are the results of this batch.
@@ -144,10 +155,10 @@ class Passes:
         self.after[self.number] = pass_
         results = []
         for slot, state in safe_zip(slots, states):
-            if slot.continues:
+            if slot.concat is None:
                 state = slot.accumulator.finalize(state)
             elif self.runs or self.active is None:
-                axis = slot.accumulator.axis_of(state)
+                axis = slot.concat.axis_of(state)
                 self.rows.append((state, slot.path, axis))
             results.append(state)
         self.number += 1

@@ -78,7 +78,9 @@ class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
 
     **Arguments:**
 
-    - `description`: the text in front of the bar.
+    - `description`: the text in front of the bar. The default says what is computed.
+    - `unit`: what the bar counts. The default is `"block"` for kernels, `"product"` for
+        solvers, and `"batch"` for batches.
 
     Raises `ImportError`, when used, if tqdm is not installed.
 
@@ -97,17 +99,16 @@ class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
         ```
     """
 
-    description: str = eqx.field(static=True, default="kernel")
+    description: str | None = eqx.field(static=True, default=None)
+    unit: str | None = eqx.field(static=True, default=None)
 
     __check_init__ = check_fields
 
     def start(self, num_blocks: int | None, num_done: int) -> tuple[Any, int]:
         tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
         # Blocks of an earlier run do not count for the speed of this one.
-        bar = tqdm(
-            desc=self.description, total=num_blocks, initial=num_done, unit="block"
-        )
-        return bar, 0
+        texts = {"desc": self.description, "unit": self.unit or "block"}
+        return tqdm(total=num_blocks, initial=num_done, **texts), 0
 
     def step(
         self, state: tuple[Any, int], num_nans: int, residual: float | None = None
@@ -138,12 +139,22 @@ def as_meter(progress: Progress) -> AbstractProgressMeter | None:
 
 @contextlib.contextmanager
 def metered(
-    meter: AbstractProgressMeter | None, num: int | None, num_done: int
+    meter: AbstractProgressMeter | None,
+    num: int | None,
+    num_done: int,
+    description: str = "kernel",
+    unit: str = "block",
 ) -> Iterator[Callable[..., None]]:
-    """The step of a meter that is closed even if the loop raises an error."""
+    """The step of a meter that is closed even if the loop raises an error.
+
+    `description` and `unit` are for a bar that has none.
+    """
     if meter is None:
         yield lambda *_: None
         return
+    if isinstance(meter, TqdmProgressMeter):
+        texts = meter.description or description, meter.unit or unit
+        meter = TqdmProgressMeter(*texts)
     states = [meter.start(num, num_done)]
 
     def step(num_nans: Any, *residual: float) -> None:

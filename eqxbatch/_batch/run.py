@@ -6,7 +6,7 @@ Its derivative is that of the loop, with each microbatch computed again if asked
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,7 +23,6 @@ from .._base.trees import (
     safe_zip,
 )
 from .._base.versions import with_consts
-from .accumulators import Concat
 from .blocks import (
     are_split,
     Block,
@@ -34,10 +33,7 @@ from .blocks import (
     remainder_block,
     split_parts,
 )
-
-
-if TYPE_CHECKING:
-    pass
+from .rows import Rows
 from .slots import OutputAccumulator
 
 
@@ -45,10 +41,10 @@ class Run(eqx.Module):
     """A run over microbatches, with all arrays that it may be differentiated in.
 
     - `full`, `remainder`: the jaxprs of a microbatch; the former returns `outs`.
-    - `differentiated`: which of the `arrays` are, in a derivative; otherwise None.
+    - `differentiated`: which of the `rows` are, in a derivative; otherwise None.
     """
 
-    arrays: list
+    rows: Rows
     full_consts: list
     remainder_consts: list
     slots: list[OutputAccumulator]
@@ -56,10 +52,9 @@ class Run(eqx.Module):
     full: Any = eqx.field(static=True)
     remainder: Any = eqx.field(static=True)
     outs: list[jax.ShapeDtypeStruct] = eqx.field(static=True)
-    axes: tuple[int, ...] = eqx.field(static=True)
     blocks: Blocks
     checkpoint: bool = eqx.field(static=True)
-    differentiated: list[bool] | None = eqx.field(static=True, default=None)
+    differentiated: Rows | None = eqx.field(static=True, default=None)
 
     @property
     def is_limit_traced(self) -> bool:
@@ -98,12 +93,12 @@ class Run(eqx.Module):
         states, pieces, num_ran = self.full_blocks(states)
         if self.runs_remainder:
             block = remainder_block(self.blocks)
-            run, rows, is_after = self, [None] * len(self.arrays), None
+            run, is_after = self, None
             if self.is_loop:
                 is_after, states, run = after_loop(
                     num_ran == self.num_steps, states, self
                 )
-            rest = run.values(block, rows, is_after)
+            rest = run.values(block, None, is_after)
             states = self.updated(states, rest, block)
             pieces.append(rest)
         results = [
@@ -130,7 +125,7 @@ class Run(eqx.Module):
         init = lambda slot, value: slot.init(value, self.blocks)
         states = self.carried(init, values)
         are_known = all(slot.is_known for slot in self.slots)
-        on_mesh = any(map(is_on_mesh, [*self.arrays, *jtu.tree_leaves(values)]))
+        on_mesh = any(map(is_on_mesh, jtu.tree_leaves((self.rows, values))))
         if self.blocks.total == 0 or (are_known and not on_mesh):
             return states
         block = full_block(self.blocks, 0)
@@ -150,10 +145,7 @@ class Run(eqx.Module):
         because each access to a method of a Module flattens the Module.
         """
         is_differentiated = self.differentiated is not None
-        return [
-            is_differentiated and isinstance(slot.accumulator, Concat)
-            for slot in self.slots
-        ]
+        return [is_differentiated and slot.concat is not None for slot in self.slots]
 
     def carried(self, fun: Callable[..., Any], *lists: list) -> list:
         """`fun(slot, ...)` for each slot; None for what is collected."""
@@ -170,10 +162,10 @@ class Run(eqx.Module):
             return states, [], 0
         if not self.is_loop:
             block = full_block(self.blocks, 0)
-            values = self.values(block, [None] * len(self.arrays), None)
+            values = self.values(block, None, None)
             return self.updated(states, values, block), [values], 1
 
-        def step(carry: tuple, rows: list) -> tuple[tuple, list]:
+        def step(carry: tuple, rows: Rows | None) -> tuple[tuple, list]:
             states, index = carry
             block = full_block(self.blocks, index)
             values = self.values(block, rows, None)
@@ -183,11 +175,10 @@ class Run(eqx.Module):
             ]
             return (self.updated(states, values, block), index + 1), collected
 
-        threaded = self.differentiated or [False] * len(self.arrays)
-        rows = [
-            self.cut(x, axis) if is_threaded else None
-            for x, axis, is_threaded in safe_zip(self.arrays, self.axes, threaded)
-        ]
+        rows = None
+        if self.differentiated is not None:
+            scanned = eqx.filter(self.rows, self.differentiated)
+            rows = scanned.mapped(self.cut, self.blocks.size)
         carry = (states, jnp.zeros((), jnp.int32))
         (states, num_ran), collected = lax.scan(step, carry, rows, self.num_steps)
         merged = [
@@ -209,32 +200,37 @@ class Run(eqx.Module):
         x = jnp.moveaxis(split_parts(x, axis, num), axis, 0)
         return merge_parts(x, axis) if is_split else x
 
-    def values(self, block: Block, rows: list, condition: Array | None) -> list[PyTree]:
+    def values(
+        self, block: Block, rows: Rows | None, condition: Array | None
+    ) -> list[PyTree]:
         """The values of a microbatch, or zeros if it is not to run.
 
-        If `rows` is None, the rows are cut out here.
+        Of its rows, those that are not in `rows` are cut out here.
         """
         if self.is_limit_traced:
             in_limit = block.index < self.limit
             condition = in_limit if condition is None else condition & in_limit
 
-        def compute(rows: list) -> list[PyTree]:
+        def compute(rows: Rows | None) -> list[PyTree]:
             # These have been rearranged.
             of_parts = dataclasses.replace(block, in_order=False)
-            arrays = [
-                of_parts.take(x, axis) if row is None else row
-                for x, axis, row in safe_zip(self.arrays, self.axes, rows)
-            ]
+            if rows is None:
+                rows = self.rows.at(of_parts)
+            else:
+                others = eqx.filter(self.rows, self.differentiated, inverse=True)
+                rows = eqx.combine(rows, others.at(of_parts))
             if block.is_remainder:
                 jaxpr, consts = self.remainder, self.remainder_consts
             else:
                 jaxpr, consts = self.full, self.full_consts
             if self.blocks.overlaps:
-                arrays.append(block.shares())
+                rows = rows.with_(shares=block.shares())
             # Convolutions are as slow in a branch as in a loop.
             is_inside = self.is_loop or condition is not None
             evaluate = evaluate_in_loop if is_inside else run_jaxpr
-            outs = [as_strong(x) for x in evaluate(jaxpr, consts, arrays)]
+            outs = [
+                as_strong(x) for x in evaluate(jaxpr, consts, jtu.tree_leaves(rows))
+            ]
             return [slot.value(outs, block) for slot in self.slots]
 
         if self.checkpoint:
@@ -254,7 +250,7 @@ class Run(eqx.Module):
             new = slot.update(state, value, block)
             # Values of microbatches past the limit are zero, and `Concat` writes these:
             # selecting between arrays would cost a copy.
-            if self.is_limit_traced and not isinstance(slot.accumulator, Concat):
+            if self.is_limit_traced and slot.concat is None:
                 choose = functools.partial(lax.select, block.index < self.limit)
                 new = jtu.tree_map(choose, new, state)
             return new
@@ -293,8 +289,8 @@ class Run(eqx.Module):
 
     def rows_of(self, slot: OutputAccumulator, value: Any) -> tuple[int, int]:
         """The axis of the rows in the value of a full microbatch, and their parts."""
-        concat = slot.accumulator
-        assert isinstance(concat, Concat)
+        concat = slot.concat
+        assert concat is not None
         return concat.axis_of(value), concat.parts_of(value, full_block(self.blocks, 0))
 
 
@@ -319,7 +315,7 @@ def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
 
     def results(diff: Run) -> list[PyTree]:
         run = eqx.combine(diff, nondiff)
-        return dataclasses.replace(run, differentiated=perturbed.arrays).results()
+        return dataclasses.replace(run, differentiated=perturbed.rows).results()
 
     out, t_out = jax.jvp(results, (diff,), (tangents,))
     # There are no tangents of integers.

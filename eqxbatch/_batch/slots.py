@@ -17,14 +17,13 @@ from .._base.trees import (
     described,
 )
 from .._base.types import check_types
-from .accumulators import AbstractAccumulator, Concat, Last, Max, Min
+from .accumulators import AbstractAccumulator, Concat, Last
 from .blocks import (
     Block,
     Blocks,
 )
-from .log_sum_exp import LogSumExp
 from .reading import is_state
-from .sums import AbstractSummary, is_summary, Mean, Sum, Variance
+from .sums import AbstractSummary, is_summary, Mean, Sum
 
 
 if TYPE_CHECKING:
@@ -58,14 +57,6 @@ _FROM_OPTAX: dict[str, Callable[[], AbstractAccumulator]] = {
     "MEAN": Mean,
     "RUNNING_MEAN": lambda: Mean(running=True),
 }
-
-
-# With these, the result of equal numbers is that number.
-_OF_EQUAL = (Concat, Last, Max, Mean, Min)
-
-
-# An `equinox.nn.State` is none of what these reduce or join.
-_NOT_OF_STATES = (Concat, LogSumExp, Max, Mean, Min, Sum, Variance)
 
 
 _State = PyTree[Shaped[ArrayLike, "..."]]
@@ -138,6 +129,11 @@ class OutputAccumulator:
         return state if self.continues else self.accumulator.finalize(state)
 
     @property
+    def concat(self) -> Concat | None:
+        """The accumulator, if it joins rows."""
+        return self.accumulator if isinstance(self.accumulator, Concat) else None
+
+    @property
     def is_known(self) -> bool:
         """Whether the accumulator is one of this package, whose states are right."""
         module, _, _ = type(self.accumulator).__module__.partition(".")
@@ -165,10 +161,10 @@ class OutputAccumulator:
 
         `outs` is what a microbatch returns.
         """
-        is_state = self.in_state and isinstance(self.accumulator, Mean)
-        if not isinstance(self.accumulator, (Concat, Last)) and not is_state:
-            return False
-        if self.continues:
+        # The mean of floats in a state has their type.
+        is_mean = self.in_state and self.accumulator.state_as == "mean"
+        keeps_weak = self.accumulator.keeps_weak or is_mean
+        if not keeps_weak or self.continues or len(self.indices) != 1:
             return False
         (index,) = self.indices
         return getattr(outs[index], "weak_type", False)
@@ -187,15 +183,35 @@ def is_accumulator(x: Any) -> bool:
     return x is None or isinstance(x, AbstractAccumulator)
 
 
-# These count an example of two microbatches once. Extremes share derivatives among all
-# examples that attain them, and accumulators of users know nothing of it.
-_COUNTING = (Concat, Last, LogSumExp, Mean, Sum, Variance)
-
-
 def all_count_new(accumulators: PyTree) -> bool:
     """Whether overlapping microbatches have the results of separate ones."""
     leaves = jtu.tree_leaves(accumulators, is_leaf=is_accumulator)
-    return all(x is None or type(canonicalise(x)) in _COUNTING for x in leaves)
+    # A subclass may have another `aggregate`, so it says this for itself.
+    classes = [type(canonicalise(x)) for x in leaves if x is not None]
+    return all(vars(cls).get("counts_new", False) for cls in classes)
+
+
+def settings_of(accumulated: eqx.Module) -> dict[str, PyTree]:
+    """The fields of a transform that are accumulators, whatever their names are.
+
+    Accumulators in its functions are those of other transforms.
+    """
+    fields = {
+        x.name: getattr(accumulated, x.name) for x in dataclasses.fields(accumulated)
+    }
+    return {
+        name: value
+        for name, value in fields.items()
+        if not callable(value) and _are_accumulators(value)
+    }
+
+
+def _are_accumulators(value: PyTree) -> bool:
+    leaves = jtu.tree_leaves(value, is_leaf=is_accumulator)
+    leaves = [x for x in leaves if x is not None]
+    return bool(leaves) and all(
+        is_accumulator(x) or type(x).__module__.split(".")[0] == "optax" for x in leaves
+    )
 
 
 def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
@@ -236,10 +252,10 @@ class Slots:
         arrays = array_structs(output)
 
         def merged(slot: OutputAccumulator) -> OutputAccumulator:
-            keeps_examples = slot.per_example and isinstance(slot.accumulator, Concat)
+            keeps_examples = slot.per_example and slot.concat is not None
             if not slot.in_state or keeps_examples:
                 return slot
-            if not isinstance(slot.accumulator, _NOT_OF_STATES):
+            if slot.accumulator.state_as == "itself":
                 return slot
             dtype = arrays[slot.indices[0]].dtype
             accumulator = of_state(slot.accumulator, dtype)
@@ -338,7 +354,7 @@ def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulato
 
 
 def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
-    if accumulator is None or isinstance(accumulator, _OF_EQUAL):
+    if accumulator is None or accumulator.of_equal:
         return
     # Numbers in a module are its settings, and not results.
     is_module = lambda x: isinstance(x, eqx.Module)

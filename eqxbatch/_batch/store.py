@@ -26,7 +26,6 @@ class StoredArray(NamedTuple):
 
     - `path`: where it is in the output of the function.
     - `sizes`: the shape of a chunk; the last ones may be smaller.
-    - `upper_only`: whether chunks below the diagonal of the first two axes are omitted.
     - `kind`: what the arrays are called.
     """
 
@@ -34,15 +33,13 @@ class StoredArray(NamedTuple):
     shape: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: Any
-    upper_only: bool = False
     kind: str = "kernel"
 
     def indices(self) -> list[tuple[int, ...]]:
         """The positions of all chunks."""
         pairs = safe_zip(self.shape, self.sizes)
         numbers = [range(math.ceil(total / size)) for total, size in pairs]
-        indices = itertools.product(*numbers)
-        return [i for i in indices if not self.upper_only or i[0] <= i[1]]
+        return [*itertools.product(*numbers)]
 
     def place(self, index: tuple[int, ...]) -> tuple[slice, ...]:
         """The part of the array that a chunk is."""
@@ -87,8 +84,6 @@ Fingerprint = Callable[[], dict[str, Any]]
 class AbstractStore(eqx.Module):
     """Where arrays are stored in chunks."""
 
-    # Whether to omit chunks that are mirror images.
-    upper_only: eqx.AbstractVar[bool]
     # Whether several processes can write to it.
     is_shared: eqx.AbstractVar[bool]
 
@@ -129,7 +124,6 @@ class HostStore(AbstractStore):
         ```
     """
 
-    upper_only: bool = eqx.field(static=True, default=False, init=False)
     is_shared: bool = eqx.field(static=True, default=False, init=False, repr=False)
 
     def begin(

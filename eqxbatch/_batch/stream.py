@@ -198,10 +198,10 @@ class OverBatches(AbstractTransform):
         if self.batch_size is not None:
             check_at_least("batch_size", self.batch_size, 1)
         store, size = self.store, self.batch_size
-        if store is not None and (size is None or store.upper_only):
+        if store is not None and size is None:
             raise ValueError(
                 "`store` needs a `batch_size`, the number of rows that are stored "
-                "together, and a store without `upper_only`; got "
+                "together, with arrays of all examples in place of batches; got "
                 f"`batch_size={size}` and {store}."
             )
         reductions = reductions_of(transform)
@@ -405,12 +405,8 @@ class OverBatches(AbstractTransform):
     def _to_store(self, store: AbstractStore, leading: tuple, examples: PyTree) -> Any:
         """The rows of all batches, in a store that may have some of them already."""
         assert self.batch_size is not None
-        if any(isinstance(x, Tracer) for x in jtu.tree_leaves((leading, examples))):
-            raise TypeError(
-                "Rows are stored by a loop in Python, which cannot be within `jax.jit` "
-                "or the like. Call it outside of them."
-            )
-        batches = Slices(examples, self.batch_size)
+        batches = Slices(examples, self.batch_size, is_stored=True)
+        _check_concrete((leading, examples))
         with naming_batch(0):
             batch = self._moved(batches[0], np.asarray)
             state = self.init(*leading, batch)
@@ -454,6 +450,7 @@ class OverBatches(AbstractTransform):
                     batch = batches[number]
                     moved = self._moved(batch, np.asarray)
                     state, rows = self.update(state, *leading, moved)
+                _check_concrete(rows)  # The transform may close over traced arrays.
                 for x in rows:
                     x.copy_to_host_async()
                 yield writer, number, rows, batch
@@ -468,7 +465,7 @@ class OverBatches(AbstractTransform):
                 meter = self.progress if is_own else None
                 writes = in_threads(write_rows, computed(writer, missing), IN_FLIGHT)
                 with (
-                    metered(meter, total, total - len(missing)) as step,
+                    metered(meter, total, total - len(missing), *_TEXTS) as step,
                     contextlib.closing(writes),
                 ):
                     for _ in writes:
@@ -503,7 +500,7 @@ class OverBatches(AbstractTransform):
             is_shared = False
         iterator, promised = iterate(batches), length_of(batches)
         hint = operator.length_hint(batches) or None
-        with metered(self.progress, hint, 0) as step:
+        with metered(self.progress, hint, 0, *_TEXTS) as step:
             for i in itertools.count():
                 with naming_batch(i):
                     batch = next(iterator, _END)
@@ -522,6 +519,19 @@ class OverBatches(AbstractTransform):
                     batch = self._moved(batch, of_host)
                 yield batch, is_shared and any(are_of_jax)
                 step(0)
+
+
+def _check_concrete(arrays: PyTree) -> None:
+    """Raises `TypeError` if rows to store are being transformed."""
+    if any(isinstance(x, Tracer) for x in jtu.tree_leaves(arrays)):
+        raise TypeError(
+            "Rows are stored by a loop in Python, which cannot be within `jax.jit`, "
+            "`jax.grad` or the like. Call it outside of them, or leave out the `store`."
+        )
+
+
+# What a progress bar shows, and what it counts.
+_TEXTS = "batches", "batch"
 
 
 _END: Any = object()

@@ -18,7 +18,7 @@ from .._base.structs import is_struct
 from .._base.types import check_types
 from .accumulators import AbstractAccumulator, Concat
 from .passes import of_passes, Pass, Passes
-from .slots import canonicalise, is_accumulator
+from .slots import canonicalise, is_accumulator, settings_of
 from .sums import AbstractTotal
 from .transform import (
     AbstractTransform,
@@ -62,12 +62,9 @@ def first_leaf(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
     return next((x for x in leaves if x is not None and condition(x)), None)
 
 
-_ACCUMULATORS = ("accumulator", "value_accumulator", "aux_accumulator")
-
-
 def reductions_of(transform: AbstractTransform) -> list[AbstractAccumulator]:
     """The accumulators of a transform that do not join rows."""
-    trees = [getattr(transform, name, None) for name in _ACCUMULATORS]
+    trees = settings_of(transform)
     leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
     return [x for x in leaves if x is not None and not isinstance(x, Concat)]
 
@@ -82,9 +79,8 @@ def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform
         return accumulator
 
     changes = {
-        name: jtu.tree_map(replaced, getattr(transform, name), is_leaf=is_accumulator)
-        for name in _ACCUMULATORS
-        if hasattr(transform, name)
+        name: jtu.tree_map(replaced, value, is_leaf=is_accumulator)
+        for name, value in settings_of(transform).items()
     }
     return dataclasses.replace(transform, **changes)
 

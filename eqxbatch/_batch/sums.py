@@ -6,8 +6,7 @@ of many parts is kept beside it.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -22,6 +21,7 @@ from .._base.types import as_jax, check_fields
 from .accumulators import AbstractAccumulator
 from .batch import Batch
 from .blocks import Block, Blocks, full_block
+from .rows import Rows
 
 
 _Value = Shaped[Array, "*r"]
@@ -190,6 +190,10 @@ class Sum(AbstractTotal):
         ```
     """
 
+    counts_new: ClassVar[bool] = True
+    one_shape: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
+
     def finalize(self, state: Total) -> Shaped[Array, "*r"]:
         return complete(state.total, state.lost[0]).astype(state.dtype)
 
@@ -250,6 +254,11 @@ class Mean(AbstractTotal):
         The running update is that of Welford, "Note on a method for calculating
         corrected sums of squares and products", Technometrics 4(3), 1962.
     """
+
+    counts_new: ClassVar[bool] = True
+    one_shape: ClassVar[bool] = True
+    of_equal: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
 
     running: bool = eqx.field(static=True, default=False)
 
@@ -336,6 +345,10 @@ class Variance(AbstractSummary[VarianceState]):
         sample variance: analysis and recommendations", The American Statistician
         37(3), 1983.
     """
+
+    counts_new: ClassVar[bool] = True
+    one_shape: ClassVar[bool] = True
+    state_as: ClassVar[Literal["itself", "mean"]] = "mean"
 
     ddof: int = eqx.field(static=True, default=0)
     dtype: DTypeLike | None = eqx.field(static=True, default=None)
@@ -467,32 +480,13 @@ def check_real(name: str, weights: Any, total: int | None) -> None:
         )
 
 
-# Rows with the weights of their examples as the last of them, their axes, and what
-# separates both again, times the shares that the examples have in a microbatch.
-_Weighted = tuple[list, tuple[int, ...], Callable[..., tuple[list, Array | None]]]
-
-
-def with_weights(arrays: list, axes: Sequence[int], weights: Array | None) -> _Weighted:
-    """Appends weights to rows, if there are any."""
-
-    def split(rows: list, shares: Array | None = None) -> tuple[list, Array | None]:
-        if weights is None:
-            return rows, shares
-        *rows, of_rows = rows
-        if shares is not None:
-            of_rows = of_rows.astype(shares.dtype) * shares
-        return rows, of_rows
-
-    if weights is None:
-        return arrays, tuple(axes), split
-    return [*arrays, weights], (*axes, 0), split
-
-
-def rows_and_weights(accumulator: Any, batch: Batch, blocks: Blocks) -> _Weighted:
+def rows_and_weights(accumulator: PyTree, batch: Batch) -> Rows:
     """The rows of a batch, and the weights of its examples if they are added up."""
-    weights = accumulator.weights if isinstance(accumulator, AbstractTotal) else None
-    check_real(type(accumulator).__name__, weights, blocks.total)
-    return with_weights(batch.arrays, batch.axes, weights)
+    rows = batch.rows()
+    if not isinstance(accumulator, AbstractTotal):
+        return rows
+    check_real(type(accumulator).__name__, accumulator.weights, rows.total)
+    return rows.with_(weights=accumulator.weights)
 
 
 def _sum_of_rows(values: Array, weights: Array | None, block: Block) -> Array:

@@ -76,10 +76,6 @@ class ZarrStore(AbstractStore):
     **Arguments:**
 
     - `path`: a folder, which is created if it does not exist.
-    - `upper_only`: whether to omit the blocks below the diagonal of a symmetric kernel,
-        which halves the space on disk. The result is then an
-        [`eqxbatch.results.SymmetricArray`][], which reads the omitted blocks as mirror
-        images.
     - `version`: a name for what the fingerprint cannot contain: the functions that a
         kernel calls on the host, by `jax.pure_callback` for instance, and what they
         read. Such kernels need one. Pass another name when these functions change.
@@ -89,8 +85,8 @@ class ZarrStore(AbstractStore):
     When used:
 
     - `ValueError` for a folder that contains another kernel or anything else, for
-        metadata that are damaged or edited, for `upper_only` if the kernel is not
-        symmetric, and for a kernel with callbacks without `version`.
+        metadata that are damaged or edited, for half of a kernel, as earlier versions
+        could store it, and for a kernel with callbacks without `version`.
     - `TypeError` for a dtype that zarr does not support, such as bfloat16.
     - `OSError` before anything is computed, if the folder cannot be written or the disk
         has too little space; or later, if the disk becomes full, or if files are
@@ -119,7 +115,6 @@ class ZarrStore(AbstractStore):
     """
 
     path: str = eqx.field(static=True)
-    upper_only: bool = eqx.field(static=True)
     version: str | None = eqx.field(static=True)
     is_shared: bool = eqx.field(static=True, default=True, init=False, repr=False)
 
@@ -128,11 +123,9 @@ class ZarrStore(AbstractStore):
         self,
         path: str | os.PathLike,
         *,
-        upper_only: bool = False,
         version: str | None = None,
     ):
         self.path = os.fspath(path)
-        self.upper_only = upper_only
         self.version = version
 
     def begin(
@@ -147,8 +140,7 @@ class ZarrStore(AbstractStore):
                     f"{x.kind} returns in output{x.path}. Cast it, to float32 for "
                     "instance."
                 )
-        settings = {"upper_only": self.upper_only, "version": self.version}
-        expected = {**fingerprint(), **settings}
+        expected = {**fingerprint(), "version": self.version}
         if expected["callbacks"] and self.version is None:
             raise ValueError(
                 f"The {arrays[0].kind} calls functions on the host, by "
@@ -160,19 +152,19 @@ class ZarrStore(AbstractStore):
         if is_first:
             _make_group(zarr, path, expected)
         what = f"has another {arrays[0].kind} than this one"
-        check_record("path", path, read_record(path), expected, what)
+        check_record("path", path, _read_record(path), expected, what)
         if is_first:
             group = _opened(zarr.open_group, path, mode="r+")
-            for name, x in safe_zip(names_of(arrays), arrays):
+            for name, x in safe_zip(_names_of(arrays), arrays):
                 if not (path / name / _METADATA).exists():
                     with contextlib.suppress(zarr.errors.ContainsArrayError):
                         _make_array(group, name, x)
-        writer = ZarrWriter(zarr, path, arrays)
+        writer = _ZarrWriter(zarr, path, arrays)
         writer.lock(clean=is_first)
         return writer
 
 
-def names_of(arrays: Sequence[StoredArray]) -> list[str]:
+def _names_of(arrays: Sequence[StoredArray]) -> list[str]:
     """The names of the arrays, which are names of folders."""
     if len(arrays) == 1:
         return [arrays[0].kind]
@@ -200,7 +192,7 @@ def _make_group(zarr: Any, path: pathlib.Path, expected: dict[str, Any]) -> None
         zarr.create_group(str(path), attributes={_ATTRIBUTE: expected}, zarr_format=3)
 
 
-def read_record(path: pathlib.Path) -> dict[str, Any]:
+def _read_record(path: pathlib.Path) -> dict[str, Any]:
     """What a folder says about its kernel."""
     node = read_json(
         "path",
@@ -215,6 +207,14 @@ def read_record(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(
             f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
             "folder that is empty or does not exist."
+        )
+    # Earlier versions could leave out the blocks below the diagonal.
+    if saved.pop("upper_only", False):
+        raise ValueError(
+            f"`path` has half of a kernel, stored by {saved.get('package')} with "
+            f"`upper_only=True`: {path}. Kernels are stored as a whole now. Pass "
+            "another path, or read this one by `KernelOperator(zarr.open_group(path)"
+            "['kernel'], symmetric=True)`."
         )
     return saved
 
@@ -262,7 +262,7 @@ def _seal(chunk: Chunk, values: np.ndarray, source: str) -> str:
     return seal.hexdigest()
 
 
-class ZarrWriter(AbstractWriter):
+class _ZarrWriter(AbstractWriter):
     """Writes chunks, and before each a line that says which values belong there.
 
     Each writer has files of its own for these lines. A chunk without its line is
@@ -276,10 +276,9 @@ class ZarrWriter(AbstractWriter):
         zarr: Any,
         path: pathlib.Path,
         arrays: Sequence[StoredArray],
-        mode: Literal["r", "r+"] = "r+",
     ):
         self.zarr, self.path, self.stored = zarr, path, arrays
-        self.names = names_of(arrays)
+        self.names = _names_of(arrays)
         # Chunks of zeros are written, too, so that they are not missing.
         self.arrays = [
             zarr.Array(
@@ -289,7 +288,7 @@ class ZarrWriter(AbstractWriter):
                     config={"write_empty_chunks": True},
                 )
             )
-            for array in self.open(mode)
+            for array in self._open("r+")
         ]
         self.run = uuid.uuid4().hex
         self.seals: list[set[str]] = []
@@ -323,7 +322,7 @@ class ZarrWriter(AbstractWriter):
             os.close(self._lock)
             self._lock = None
 
-    def open(self, mode: str) -> list:
+    def _open(self, mode: Literal["r", "r+"]) -> list:
         """The arrays, after their metadata have been compared with what is stored."""
         memory = self.zarr.create_group(self.zarr.storage.MemoryStore(), zarr_format=3)
         arrays = []
@@ -417,7 +416,7 @@ class ZarrWriter(AbstractWriter):
             file.write(f"{_seal(chunk, values, source)}\n")
         self.arrays[chunk.array][self._place(chunk)] = values
 
-    def damaged(self) -> list[pathlib.Path]:
+    def _damaged(self) -> list[pathlib.Path]:
         """The files that are not there, or have a wrong size."""
         nodes = [self.path, *(self.path / name for name in self.names)]
         files = [node / _METADATA for node in nodes if not (node / _METADATA).exists()]
@@ -427,7 +426,7 @@ class ZarrWriter(AbstractWriter):
         return [*files, *(self._file(x) for x in chunks if not self._has_size(x))]
 
     def finish(self) -> list[Any]:
-        damaged = self.damaged()
+        damaged = self._damaged()
         if damaged:
             raise OSError(
                 errno.ENOENT,
@@ -436,7 +435,7 @@ class ZarrWriter(AbstractWriter):
                 "first",
                 str(damaged[0]),
             )
-        return self.open("r")
+        return self._open("r")
 
 
 # What users pass for a store.

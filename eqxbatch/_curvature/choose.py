@@ -1,4 +1,7 @@
-"""The blocks of a matrix, by sites or by products, whichever is cheaper."""
+"""The blocks of a matrix, by sites, by products or from the Jacobian.
+
+The cheapest way is chosen.
+"""
 
 import functools
 from typing import Literal
@@ -10,7 +13,9 @@ from .._base.compile import num_bytes
 from .._base.jaxprs import first_use
 from .._base.platforms import platform
 from .._base.trees import log
-from .._batch.loop import accumulated_sums
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
+from .._batch.sums import Sum
 from .._sites.cancel import unless_cancelled
 from .._sites.program import Program
 from .by_sites import AbstractSiteMatrix, cheapest, is_covered
@@ -18,8 +23,13 @@ from .columns import (
     product_blocks,
     product_costs,
 )
-from .functions import AbstractCurvature, LossCurvature
+from .from_jacobian import JacobianMatrix
+from .functions import AbstractCurvature, GaussNewtonCurvature, LossCurvature
 from .pytree import Pair, RequestedBlocks
+
+
+# What has sums of blocks over examples.
+ByExample = AbstractSiteMatrix | JacobianMatrix
 
 
 # The number of examples for which contractions are estimated.
@@ -43,11 +53,13 @@ class CurvatureBlocks:
     ):
         self.curvature, self.requested = curvature, requested
         self.method, self.size = method, size
-        self._sites = self._choose()
-        by_sites = self._sites.requested.leaves if self._sites else ()
+        self._by_example = self._choose()
+        leaves = self._by_example.requested.leaves if self._by_example else ()
+        is_formed = isinstance(self._by_example, JacobianMatrix)
         log.debug(
-            "Second derivatives: method=%r takes %d of %d arrays by sites.",
-            *(method, len(by_sites), len(requested.leaves)),
+            "Second derivatives: method=%r takes %d of %d arrays %s.",
+            *(method, len(leaves), len(requested.leaves)),
+            "from the Jacobian" if is_formed else "by sites",
         )
 
     @property
@@ -57,7 +69,9 @@ class CurvatureBlocks:
         There is nothing to gain by symmetry then: a copy of all entries above the
         diagonal would only come on top.
         """
-        if self._sites is not None or not isinstance(self.curvature, LossCurvature):
+        if self._by_example is not None or not isinstance(
+            self.curvature, LossCurvature
+        ):
             return False
         sizes = [x.size for x in self.curvature.leaves]
         return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
@@ -68,11 +82,11 @@ class CurvatureBlocks:
         """The blocks of each group of pairs, summed over some examples."""
         sums: list[Array] = []
         rest = self.requested.leaves
-        if self._sites is not None:
-            sums += self._by_sites(self._sites, rows, weights)
-            if self._sites.counts_cancelled:
+        if self._by_example is not None:
+            sums += self._by_examples(self._by_example, rows, weights)
+            if self._by_example.counts_cancelled:
                 sums = self._unless_cancelled(sums, rows, weights)
-            rest -= self._sites.requested.leaves
+            rest -= self._by_example.requested.leaves
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
             by_products = self._by_products(others, rest, rows, weights, self.size)
@@ -83,15 +97,15 @@ class CurvatureBlocks:
         self, sums: list[Array], rows: list, weights: Array | None
     ) -> list[Array]:
         """The blocks from sites, or from products if terms cancel for some examples."""
-        assert self._sites is not None
+        assert isinstance(self._by_example, AbstractSiteMatrix)
         *sums, num_cancelled = sums
-        groups, table = self._sites.groups, self._sites.program.table
-        leaves = self._sites.requested.leaves
+        groups, table = self._by_example.groups, self._by_example.program.table
+        leaves = self._by_example.requested.leaves
         total = rows[0].shape[self.curvature.axes[0]] if rows else 1
         kept = num_bytes([table.perturbations, table.operands])
         # The branch takes no more memory than the blocks from sites. A column keeps the
         # tangents of values and of their cotangents.
-        most = min(total * self._sites.bytes, platform().factor_bytes)
+        most = min(total * self._by_example.bytes, platform().factor_bytes)
         size = max(1, most // max(2 * total * kept, 1))
         size = size if self.size is None else min(size, self.size)
 
@@ -106,26 +120,27 @@ class CurvatureBlocks:
     @property
     def groups(self) -> list[list[Pair]]:
         """The requested pairs of leaves, in the groups that `sums` uses."""
-        groups = [] if self._sites is None else self._sites.groups
+        groups = [] if self._by_example is None else self._by_example.groups
         known = {pair for pairs in groups for pair in pairs}
         return [
             *groups,
             *([pair] for pair in self.requested.pairs if pair not in known),
         ]
 
-    def _by_sites(
-        self, sites: AbstractSiteMatrix, rows: list, weights: Array | None
+    def _by_examples(
+        self, matrix: ByExample, rows: list, weights: Array | None
     ) -> list[Array]:
-        """Computes sums from sites, in blocks of examples whose factors are small."""
+        """Computes sums of blocks, for examples whose factors are small at a time."""
         requested, axes = self.requested, self.curvature.axes
         if not axes:
-            return sites.sums(rows, axes, weights)
-        sums = lambda rows, weights: sites.sums(rows, axes, weights)
+            return matrix.sums(rows, axes, weights)
+        sums = lambda rows: matrix.sums(rows.arrays, axes, rows.weights)
         total = rows[0].shape[axes[0]]
-        sizes = (requested.num_bytes(x, sites.leaves) for x in requested.pairs)
+        sizes = (requested.num_bytes(x, matrix.leaves) for x in requested.pairs)
         most = max(sum(sizes) // 4, platform().factor_bytes)
-        size = _even(total, max(1, min(total, most // max(sites.bytes, 1))))
-        return accumulated_sums(sums, rows, axes, weights, size)
+        size = _even(total, max(1, min(total, most // max(matrix.bytes, 1))))
+        batch = Rows(rows, tuple(axes), total, weights=weights)
+        return accumulated(sums, batch, size, Sum())
 
     def _by_products(
         self,
@@ -145,9 +160,14 @@ class CurvatureBlocks:
         jaxpr = self.curvature.program.closed.jaxpr
         return sorted(leaves, key=lambda i: first_use(jaxpr, jaxpr.invars[i]))
 
-    def _choose(self) -> AbstractSiteMatrix | None:
-        """The leaves that are computed from sites."""
+    def _choose(self) -> ByExample | None:
+        """What has the blocks that need no products."""
         curvature, num = self.curvature, len(self.curvature.leaves)
+        # This comes first: it takes no trace of the sites.
+        if self.method == "auto" and isinstance(curvature, GaussNewtonCurvature):
+            matrix = JacobianMatrix(curvature, self.requested)
+            if matrix.is_cheapest_with(self.size):
+                return matrix
         if self.method == "products" or not curvature.allows_sites:
             return None
 

@@ -28,7 +28,8 @@ from .._base.modes import (
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
 from .._sites.cost import pushed_cost
 from .pytree import Pair, RequestedBlocks
 
@@ -182,7 +183,7 @@ def _in_blocks(
     fun: Linear, point: Sequence[Array], size: int | None, axis: int
 ) -> list[Array]:
     total = sum(x.size for x in point)
-    run = lambda arrays, _: fun(one_hot_seeds(arrays[0], point))
+    run = lambda rows: fun(one_hot_seeds(rows.arrays[0], point))
     rows = Rows([jnp.arange(total)], (0,), total)
     return accumulated(run, rows, size, Concat(axis=axis))
 

@@ -267,11 +267,11 @@ class GaussNewtonCurvature(AbstractCurvature):
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
         is_exact = fisher is None or fisher.fisher == "exact"
         self._fisher = None if is_exact else fisher
-        self._derivative: Derivative = derivative_of_program("`fun`", self._traced)
-        self.forms_rest = self._derivative in ("rows", "columns")
+        self.derivative: Derivative = derivative_of_program("`fun`", self._traced)
+        self.forms_rest = self.derivative in ("rows", "columns")
         # Sites need reverse mode only.
         self.program = self._traced
-        if self._derivative == "columns":
+        if self.derivative == "columns":
             self.program = with_both_modes(self._traced, "columns")
 
     @functools.cached_property
@@ -303,7 +303,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     @property
     def formed(self) -> Sequence[int]:
         """The leaves with a Jacobian of columns in place of sites."""
-        return range(len(self.leaves)) if self._derivative == "columns" else ()
+        return range(len(self.leaves)) if self.derivative == "columns" else ()
 
     def excludes_sites(self, leaves: set[int]) -> bool:
         return False
@@ -339,21 +339,21 @@ class GaussNewtonCurvature(AbstractCurvature):
         self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         del is_single
-        outputs = self._outputs(rows, axes)
+        outputs = self.outputs(rows, axes)
 
         def products(leaves: list, group: list[int], of: list[int]) -> Linear:
             """`J^T C J`, for the Jacobian of outputs and a matrix for them."""
             changed = lambda values: outputs(replaced(leaves, group, values))
             point = [leaves[i] for i in group]
-            outs, push = pushforward(changed, point, self._derivative)
-            curve = self._curvature(outs, rows, weights, axes)
+            outs, push = pushforward(changed, point, self.derivative)
+            curve = self.curved(outs, rows, weights, axes)
             changed = lambda values: outputs(replaced(leaves, of, values))
             pull = jax.vjp(changed, [leaves[i] for i in of])[1]
             return lambda seeds: pull(curve(push(seeds)))[0]
 
         return products
 
-    def _outputs(self, rows: list, axes: Sequence[int]) -> Linear:
+    def outputs(self, rows: list, axes: Sequence[int]) -> Linear:
         """The outputs of some examples as a function of all leaves."""
         point, run = self.leaves, self._traced.one
         if not self.forms_rest:
@@ -361,14 +361,14 @@ class GaussNewtonCurvature(AbstractCurvature):
             return lambda leaves: _over(lambda rows: run(leaves, rows), axes, rows)
 
         def of_one(rows: list) -> Expansion:
-            return expansion(lambda leaves: run(leaves, rows), point, self._derivative)
+            return expansion(lambda leaves: run(leaves, rows), point, self.derivative)
 
         # The Jacobian is computed once for all products.
         expansions = _over(of_one, axes, rows)
         expand = lambda leaves: lambda _, known: expanded(known, point, leaves)
         return lambda leaves: _over(expand(leaves), axes, rows, expansions)
 
-    def _curvature(
+    def curved(
         self, outs: list, rows: list, weights: Array | None, axes: Sequence[int]
     ) -> Linear:
         """The product with the Hessian of all losses, or with what replaces it."""
@@ -432,7 +432,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         if key is not None and self._fisher is not None and self._fisher.sampler:
             draw = functools.partial(self._fisher.sampler, key)
             rest = [*rest[:-1], drawn_labels(draw, out, rest, kwargs)]
-        value = called(self._loss, (out, *rest), kwargs, _LOSS)
+        of = "one example" if self._model.batch.arrays else None
+        value = called(self._loss, (out, *rest), kwargs, _LOSS, of)
         return check_value(value, what="loss")
 
     def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:

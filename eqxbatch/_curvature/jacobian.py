@@ -27,6 +27,7 @@ from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import run_blocks
 from .._batch.loss import check_outputs
 from .._batch.memory import as_block_size, MemoryBudget, Size
+from .._batch.rows import Rows
 from .._batch.slots import as_slots, Slots
 from .._batch.transform import (
     AbstractMicrobatched,
@@ -250,10 +251,10 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             (_, *rest), kwargs = batch.arguments([*rows])
             return one.apply((*first, *rest), kwargs)
 
-        def run(rows: list, _: int, __: Any) -> tuple[Any, None]:
-            return eqx.filter_vmap(of_example, in_axes=tuple(batch.axes))(*rows), None
+        def run(rows: Rows) -> PyTree:
+            return eqx.filter_vmap(of_example, in_axes=rows.axes)(*rows.arrays)
 
-        def slots(output: PyTree, _: Any) -> Slots:
+        def slots(output: PyTree) -> Slots:
             accumulator = Concat() if self.accumulator is None else self.accumulator
             slots = as_slots(accumulator, output)
             flagged = (
@@ -262,7 +263,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             return dataclasses.replace(slots, slots=[*flagged])
 
         blocks = self.blocks(batch, args, kwargs, batch.total())
-        return run_blocks(run, batch.arrays, batch.axes, blocks, slots)
+        return run_blocks(run, batch.rows(), blocks, slots)
 
     def _of_one(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         fun = self.loss_of(args, kwargs)

@@ -15,7 +15,9 @@ from .._base.mesh import sum_except
 from .._base.platforms import exact_products, platform, products_of
 from .._base.trees import safe_zip
 from .._base.versions import varying
-from .._batch.loop import accumulated_sums
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
+from .._batch.sums import Sum
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.factors import Factors
 from .._sites.kronecker import multiplied, parts_of
@@ -253,14 +255,16 @@ def _sums(
 
     directions = Directions(curvature.of_outputs, (VECTOR,))
 
-    def of_rows(rows: list, weights: Array | None) -> list[Array]:
-        factors = program.factors(rows, axes, directions)
-        weighing = Weighing(factors.num, num_vectors, weights, factors.curve)
+    def of_rows(rows: Rows) -> list[Array]:
+        factors = program.factors(rows.arrays, axes, directions)
+        weighing = Weighing(factors.num, num_vectors, rows.weights, factors.curve)
         return sums(factors, weighing)
 
     kept = _bytes(program.table, num_vectors)
     size = max(1, 4 * platform().factor_bytes // max(kept, 1))
-    return accumulated_sums(of_rows, rows, axes, weights, size)
+    total = rows[0].shape[axes[0]]
+    batch = Rows(rows, tuple(axes), total, weights=weights)
+    return accumulated(of_rows, batch, size, Sum())
 
 
 def _bytes(table: SiteTable, num_vectors: int) -> int:

@@ -114,8 +114,8 @@ class KroneckerFactors(eqx.Module):
 
     def operator(
         self,
-        *,
         damping: Real[Array, ""] | float = 0.0,
+        *,
         relative: bool = False,
         factored: bool = False,
     ) -> "KroneckerOperator":

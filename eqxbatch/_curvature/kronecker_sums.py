@@ -14,7 +14,8 @@ from .._base.dtypes import common_dtype, widened
 from .._base.mesh import is_on_mesh, vary_as
 from .._base.platforms import platform
 from .._base.trees import safe_zip
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._sites.axes import Axes, Axis, EXAMPLE, Named, Role
 from .._sites.contract import aligned, contract
@@ -287,8 +288,8 @@ def moment_sums(
 
     arrays, treedef = jax.tree.flatten((uses, weighing))
 
-    def of_block(arrays: list, _: int) -> Array:
-        return jnp.sum(moments(*jax.tree.unflatten(treedef, arrays)), 0)
+    def of_block(rows: Rows) -> Array:
+        return jnp.sum(moments(*jax.tree.unflatten(treedef, rows.arrays)), 0)
 
     entries = math.prod(layout.sizes) * use.d.shape[1] * use.d.dtype.itemsize
     # On a mesh, cutting would gather the same examples from all devices.

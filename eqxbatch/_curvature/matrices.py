@@ -388,7 +388,9 @@ class GGN(AbstractMatrix[Concatenate[Model, P]], AbstractGGN[Model, P, Out]):
     - `method`: `"products"` computes products of the matrix with one-hot vectors.
         `"sites"` pulls each output of an example back to the outputs of layers and
         contracts the result with the layers' inputs. `"auto"` chooses the cheaper one
-        for each parameter.
+        for each parameter. For up to 256 parameters, it forms the Jacobian of a block
+        of examples instead, if there is one output for each example, or if there are at
+        least as many outputs as parameters.
     - `in_axes`: the batch axes of the arguments after the first, as for
         [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default.
         With None, there is no batch: `fun` is called once with all arguments.

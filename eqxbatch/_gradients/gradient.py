@@ -35,6 +35,7 @@ from .._batch.loop import run_blocks, runs_once
 from .._batch.loss import Loss
 from .._batch.padding import Padding
 from .._batch.reading import is_state
+from .._batch.rows import Rows
 from .._batch.slots import (
     all_count_new,
     as_slots,
@@ -345,23 +346,17 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             # With shares of two microbatches, gradients would be formed; see
             # `gradient_of_nonlinear`.
             blocks = dataclasses.replace(blocks, overlaps=False)
-        accumulator = self.gradient_accumulator
-        arrays, axes, split = rows_and_weights(accumulator, batch, blocks)
-        padding = Padding.of(batch.arrays, batch.axes, self.weights)
-        loss = dataclasses.replace(loss, padding=padding)
-        bounds, total = self._bounds_of_examples, batch.total()
+        rows = rows_and_weights(self.gradient_accumulator, batch)
+        loss = dataclasses.replace(loss, padding=Padding.of(rows))
+        bounds = self._bounds_of_examples
         for bound in bounds:
             what = "The shape of a `clip_norm` with a bound for each example"
-            check_equal(what, bound.shape, (total,))
-        bounds = [*map(checked_bound, bounds)]
-        num, gradients = len(bounds), self._gradients_on_mesh(loss, example)
-
-        def run(rows: list, _: int, of_rows: Array | None) -> tuple[Results, None]:
-            return gradients(*split(rows[num:], of_rows), rows[:num]), None
-
-        arrays, axes = [*bounds, *arrays], (*[0] * num, *axes)
+            check_equal(what, bound.shape, (rows.total,))
+        rows = rows.with_(bounds=[*map(checked_bound, bounds)])
+        gradients = self._gradients_on_mesh(loss, example, rows)
+        run = lambda rows: gradients(rows.weighted())
         limit = self.limit(blocks)
-        of_whole, of_each = run_blocks(run, arrays, axes, blocks, self.slots, limit)
+        of_whole, of_each = run_blocks(run, rows, blocks, self.slots, limit)
         results = {**of_whole, **of_each}
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
@@ -383,14 +378,17 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return loss.traced(_IF_WHOLE)
 
     def _gradients_on_mesh(
-        self, loss: Loss, example: TracedFunction | None
+        self, loss: Loss, example: TracedFunction | None, rows: Rows
     ) -> BlockGradients:
-        """The function that computes the gradients of a microbatch, on any devices."""
+        """The function that computes the gradients of a microbatch, on any devices.
+
+        Of the `rows`, which are those of the batch, only the types matter.
+        """
         if explicit_mesh(loss) is None:
             return self.block_gradients(loss, example)
 
-        def run(transform: Any, loss: Loss, *rows: Any) -> Results:
-            return transform.block_gradients(loss, transform._example(loss))(*rows)
+        def run(transform: Any, loss: Loss, rows: Rows) -> Results:
+            return transform.block_gradients(loss, transform._example(loss))(rows)
 
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
@@ -404,8 +402,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 is_leaf=is_one,
             ),
         )
-        like = (loss.batch.arrays, self.weights, self._bounds_of_examples)
-        return auto_sharded(run, (self, loss), like, specs)
+        return auto_sharded(run, (self, loss), (rows,), specs)
 
     def block_gradients(
         self, loss: Loss, example: TracedFunction | None
@@ -467,7 +464,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         _, aux = example.out
         return self.value_accumulator is not None or bool(array_structs(aux))
 
-    def slots(self, output: Results, _: None) -> Slots:
+    def slots(self, output: Results) -> Slots:
         """The accumulators for the results of a microbatch."""
         accumulator, of_values = self.gradient_accumulator, self.value_accumulator
         if of_values is None:

@@ -26,6 +26,7 @@ from .._base.mesh import is_on_mesh, spec_of, with_auto_axes
 from .._base.platforms import exact_products, products_of
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._batch.rows import Rows
 from .._batch.sums import is_summary, VarianceState
 from .._sites.cancel import (
     norms_unless_cancelled,
@@ -125,13 +126,13 @@ def gradients_by_sites(
             of_whole["gradient"] = total_of(example, sums, num, weights, is_mean)
         return of_whole, of_each
 
-    def gradients(rows: list, weights: Array | None, bounds: list) -> Results:
-        factors = program.factors(rows, example.axes, OF_LOSS)
+    def gradients(rows: Rows) -> Results:
+        factors = program.factors(rows.arrays, example.axes, OF_LOSS)
         outs, factors = factors.outs, dataclasses.replace(factors, outs=[])
         of_leaves = example.tree([*map(spec_of, example.leaves)])
         specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
-        bounds = [] if groups is None else groups.of_rows(bounds).bounds
-        operands = (bounds, direction, example.leaves, factors, weights)
+        bounds = [] if groups is None else groups.of_rows(rows.bounds).bounds
+        operands = (bounds, direction, example.leaves, factors, rows.weights)
         with products_of(example.closed):
             of_whole, of_each = with_auto_axes(totals, operands, specs)
         return of_whole, {**value_and_aux(example, outs), **of_each}

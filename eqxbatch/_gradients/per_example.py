@@ -1,13 +1,12 @@
 """The gradients of a microbatch: of a whole, of a sum, or one for each example.
 
-Each function here that computes them returns a function of the rows of a microbatch and
-of optional weights of its examples. It returns gradients, values, aux and norms by
-name: those of the microbatch, and those of its examples.
+Each function here that computes them returns a function of the rows of a microbatch,
+with its weights and bounds. It returns gradients, values, aux and norms by name: those
+of the microbatch, and those of its examples.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -30,6 +29,7 @@ from .._base.types import check_types
 from .._batch.loss import Loss
 from .._batch.memory import explained_failure
 from .._batch.padding import Padding, unless_padding
+from .._batch.rows import Rows
 from .._sites.factors import (
     kept_examples,
 )
@@ -40,11 +40,16 @@ from .clipping import Groups, squares_of_examples, squares_one_by_one
 Results = tuple[dict[str, PyTree], dict[str, PyTree]]
 
 
-# The third argument has the bounds of which there is one for each example.
-BlockGradients = Callable[[list, Array | None, list], Results]
+BlockGradients = Callable[[Rows], Results]
 
 
 _IF_ONE = "If it is the loss of one example, leave out `batched=True`."
+
+
+_INSIDE = (
+    "Pass this `axis_name` to the `jax.vmap` inside of `fun`; or, for the loss of one "
+    "example, to the transform in place of `batched=True`."
+)
 
 
 # What a user's function of a gradient returns, without what is no array.
@@ -56,15 +61,16 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 
     def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
         call = functools.partial(loss, diff)
-        with explained_failure(call, loss.batch, "microbatch", _IF_ONE, rows):
+        setting = "microbatch", _IF_ONE, rows, _INSIDE
+        with explained_failure(call, loss.batch, *setting):
             return call(rows)
 
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
     if any(is_narrow_dtype(x.dtype) for x in jtu.tree_leaves(loss.parameters)):
         value_and_grad = _unrounded(of_rows)
 
-    def gradients(rows: list, *_: Any) -> Results:
-        (value, aux), gradient = value_and_grad(loss.parameters, rows)
+    def gradients(rows: Rows) -> Results:
+        (value, aux), gradient = value_and_grad(loss.parameters, rows.arrays)
         return {"value": value, "aux": aux, "gradient": gradient}, {}
 
     return gradients
@@ -123,15 +129,15 @@ def gradient_of_sum(
     matter nevertheless.
     """
 
-    def gradients(rows: list, weights: Array | None, _: list) -> Results:
-        if padding is None or weights is None:
-            return _of_sum(example, example.many, rows, weights, is_mean)
-        counting = padding.replaced(rows, weights)
-        whole, outputs = _of_sum(example, example.many, counting, weights, is_mean)
+    def gradients(rows: Rows) -> Results:
+        if padding is None or rows.weights is None:
+            return _of_sum(example, example.many, rows, is_mean)
+        counting = padding.replaced(rows)
+        whole, outputs = _of_sum(example, example.many, counting, is_mean)
         leaves, treedef = jtu.tree_flatten(whole["gradient"])
-        gradient = treedef.unflatten(unless_padding(leaves, weights))
+        gradient = treedef.unflatten(unless_padding(leaves, rows.weights))
         if keeps_outputs:
-            outputs = value_and_aux(example, example.many(example.leaves, rows))
+            outputs = value_and_aux(example, example.many(example.leaves, rows.arrays))
         return {"gradient": gradient}, outputs
 
     return gradients
@@ -150,9 +156,9 @@ def gradient_of_nonlinear(
     gradients of examples are weighted after it.
     """
 
-    def gradients(rows: list, weights: Array | None, bounds: list) -> Results:
-        run = by_sum if is_of_sum and weights is None else by_examples()
-        return run(rows, weights, bounds)
+    def gradients(rows: Rows) -> Results:
+        run = by_sum if is_of_sum and rows.weights is None else by_examples()
+        return run(rows)
 
     return gradients
 
@@ -160,9 +166,9 @@ def gradient_of_nonlinear(
 def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
     """Like `gradient_of_sum`, for examples that a named axis couples."""
 
-    def gradients(rows: list, weights: Array | None, _: list) -> Results:
-        whole = TracedFunction(loss.together, loss.parameters, rows)
-        is_scaled = weights is not None or is_mean or whole.is_narrow
+    def gradients(rows: Rows) -> Results:
+        whole = TracedFunction(loss.together, loss.parameters, rows.arrays)
+        is_scaled = rows.weights is not None or is_mean or whole.is_narrow
         if is_scaled and not whole.backward.is_linear:
             raise ValueError(
                 "`fun` has a custom backward pass (`jax.custom_vjp`) that is not known "
@@ -170,7 +176,7 @@ def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
                 "means and float16 scale cotangents before it, which gives another "
                 "gradient. Use `Mean()` or `Sum()` without weights, in float32."
             )
-        return _of_sum(whole, whole.one, rows, weights, is_mean)
+        return _of_sum(whole, whole.one, rows, is_mean)
 
     return gradients
 
@@ -178,14 +184,13 @@ def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
 def _of_sum(
     traced: TracedFunction,
     run: Callable[[list, list], list[Array]],
-    rows: list,
-    weights: Array | None,
+    rows: Rows,
     is_mean: bool,
 ) -> Results:
     """The gradient of the sum of the values that `run` returns first."""
 
     def values(leaves: list) -> tuple[Array, list]:
-        outs = run(leaves, rows)
+        outs = run(leaves, rows.arrays)
         return outs[0], outs
 
     value, pullback, outs = jax.vjp(values, traced.leaves, has_aux=True)
@@ -196,7 +201,7 @@ def _of_sum(
             seeds = seeds * weights.astype(seeds.dtype)
         return pullback(seeds)[0]
 
-    gradient = total_of(traced, sums, value.shape[0], weights, is_mean)
+    gradient = total_of(traced, sums, rows.total, rows.weights, is_mean)
     return {"gradient": gradient}, value_and_aux(traced, outs)
 
 
@@ -228,11 +233,11 @@ def materialised_gradients(
             gradient = _called("transform", transform, given)
         return {**results, "gradient": gradient, "outs": outs}
 
-    def gradients(rows: list, _: Array | None, bounds: list) -> Results:
-        results = eqx.filter_vmap(one, in_axes=tuple(example.axes))(*rows)
+    def gradients(rows: Rows) -> Results:
+        results = eqx.filter_vmap(one, in_axes=rows.axes)(*rows.arrays)
         outs = results.pop("outs")
         if groups_of is not None:
-            groups = groups_of(results["gradient"]).of_rows(bounds)
+            groups = groups_of(results["gradient"]).of_rows(rows.bounds)
             clipped = _clipped(results["gradient"], groups)
             results["gradient"], results["norms"] = clipped
         return {}, {**results, **value_and_aux(example, outs)}

@@ -230,12 +230,11 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         range, a result that lacks the axes in `out_axes` or changes in other ways with
         the block, an unknown `mesh_axis`, `out_axes` together with `pairwise`, a
         `store` together with `reduce`, `progress` with a `mesh` but no `store`,
-        `upper_only` for a kernel that is not symmetric, `symmetric=True` for a kernel
-        of `x1` with itself whose further axes have the same size, a `symmetric` that
-        blocks on the diagonal contradict, and examples on disk with another batch axis
-        than 0, or on several devices. Within `jax.jit` and other transforms, a wrong
-        `symmetric` is an error at run time, as of `equinox.error_if`, or on several
-        devices a result of NaNs.
+        `symmetric=True` for a kernel of `x1` with itself whose further axes have the
+        same size, a `symmetric` that blocks on the diagonal contradict, and examples on
+        disk with another batch axis than 0, or on several devices. Within `jax.jit` and
+        other transforms, a wrong `symmetric` is an error at run time, as of
+        `equinox.error_if`, or on several devices a result of NaNs.
     - `TypeError` for settings of the wrong type, and for stores, `progress` or examples
         on disk inside `jax.jit` and other transforms.
 

@@ -24,7 +24,7 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
-from .._batch.loop import Rows
+from .._batch.rows import Rows
 from .kernel import AbstractBlockKernel, Flat, flattened, KernelLeaf, leaves_at, SAMPLE
 from .sides import as_array, Side, Stored
 

@@ -23,7 +23,7 @@ from .._base.mesh import (
 from .._base.trees import safe_zip
 from .._base.versions import on_mesh_around
 from .._batch.blocks import Block
-from .._batch.loop import Rows
+from .._batch.rows import Rows
 from .._batch.slots import types_of
 from .collect import (
     CheckedTile,
@@ -89,14 +89,14 @@ class Tiles:
             if of_side is None:
                 size = self.grid.sizes[side]
                 start = self.grid.start(side, pair[side])
-                rows = self.kernel.rows[side].at(start, size)
+                rows = self.kernel.rows[side].slice(start, size)
                 of_side = self.kernel.keep(side, rows, size)
             sides.append(of_side)
         places = [self.grid.start(side, i) - begin for side, i in enumerate(pair)]
 
         def run(sides: list[Rows], places: list) -> list[Array]:
             first, second = (
-                rows.at(place, size)
+                rows.slice(place, size)
                 for rows, place, size in safe_zip(sides, places, self.grid.sizes)
             )
             always = jnp.asarray(places[0]) >= 0
@@ -209,7 +209,9 @@ class Tiles:
 
         def step(states: States, first: Rows, second: Rows, pair: Array) -> States:
             sides = enumerate(safe_zip((first, second), self.grid.sizes))
-            kept = [self.kernel.keep(i, x.at(0, size), size) for i, (x, size) in sides]
+            kept = [
+                self.kernel.keep(i, x.slice(0, size), size) for i, (x, size) in sides
+            ]
             tile = self.tile(pair, self.grid.is_same, kept)
             return self.update(states, tile, pair, True)
 
@@ -228,7 +230,7 @@ class Tiles:
         """The states after all tiles of a panel."""
         grid = self.grid
         if panel is None:
-            rows = first.at(grid.panel_start(index), grid.panel_rows)
+            rows = first.slice(grid.panel_start(index), grid.panel_rows)
             panel = self.kernel.keep(0, rows, grid.sizes[0])
         if not grid.is_same:
             return self._rectangle(states, panel, index, second, range(grid.num(1)))
@@ -266,7 +268,7 @@ class Tiles:
 
         def with_column(states: States, column: Array) -> States:
             size = grid.sizes[1]
-            rows = second.at(grid.start(1, column), size)
+            rows = second.slice(grid.start(1, column), size)
             kept = self.kernel.keep(1, rows, size)
 
             def step(states: States, local: Array) -> States:

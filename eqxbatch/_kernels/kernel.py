@@ -25,8 +25,8 @@ from .._base.refs import without_refs
 from .._base.structs import is_struct, with_arrays
 from .._base.trees import safe_zip, shown
 from .._batch.blocks import block_struct
-from .._batch.loop import Rows
 from .._batch.memory import available_bytes, MemoryBudget
+from .._batch.rows import Rows
 from .grid import Grid, Sizes
 
 
@@ -136,13 +136,12 @@ def of_pairs(
 class TileMirror:
     """Exchanges rows and columns of tiles, without holding arrays of the kernel.
 
-    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None. A
-        transpose of NumPy arrays needs no leaves.
+    - `symmetric`, `leaves`, `out`: as in `AbstractBlockKernel`, but not None.
     """
 
-    symmetric: Any = True
-    leaves: tuple[KernelLeaf, ...] = ()
-    out: Flat = dataclasses.field(default_factory=lambda: flattened(()))
+    symmetric: Any
+    leaves: tuple[KernelLeaf, ...]
+    out: Flat
 
     @property
     def is_transpose(self) -> bool:

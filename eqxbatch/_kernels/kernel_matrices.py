@@ -36,11 +36,10 @@ from .called import (
 from .collect import make_collectors
 from .engine import run_tiles, Tiles
 from .grid import Grid, Sizes
-from .kernel import AbstractBlockKernel, compared_step, is_close, TileMirror
+from .kernel import AbstractBlockKernel, compared_step, is_close
 from .on_devices import MeshAxis
 from .on_host import check_solve
 from .reductions import AbstractReduction, KernelProduct
-from .stored import SymmetricArray
 
 
 class AbstractMatrix(eqx.Module):
@@ -197,7 +196,7 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
 def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid.sizes[0], 1), False, False)
-    collectors, one = make_collectors(kernel, None), columns.at(index, 1)
+    collectors, one = make_collectors(kernel, None), columns.slice(index, 1)
     column = run_tiles(kernel, grid, collectors, rows, one).arrays[0][:, 0]
     is_alone = isinstance(kernel, CalledKernel) and kernel.is_alone
     if not (is_alone and kernel.is_same):
@@ -230,8 +229,7 @@ class Reader:
     """
 
     def __init__(self, array: Any, is_hermitian: bool, is_checked: bool = False):
-        is_half = isinstance(array, SymmetricArray) and array.is_transpose
-        self.array = array.stored if is_half else array
+        self.array = array
         rows, columns = array.shape
         self.shape: tuple[int, int] = rows, columns
         # JAX has no arrays of the other byte order.
@@ -324,11 +322,14 @@ class Reader:
         return np.concatenate([np.zeros(0, self.dtype), *parts])
 
     def column(self, index: int) -> Shaped[np.ndarray, " n"]:
-        """One column; for a Hermitian matrix, from the upper triangle."""
-        array = self.array
-        if self.is_hermitian:
-            array = SymmetricArray([array], 0, self._sizes[0], TileMirror())
-        column = self._checked(array[:, index], self.shape[:1])
+        """One column; of a Hermitian matrix, from tiles on and above the diagonal."""
+        size, (rows, _) = self._sizes[0], self.shape
+        # What a tile on the diagonal has below it is stored, too.
+        stop = min((index // size + 1) * size, rows) if self.is_hermitian else rows
+        column = self._checked(self.array[:stop, index], [stop])
+        if stop < rows:
+            rest = self._checked(self.array[index, stop:], [rows - stop])
+            column = np.concatenate([column, _conj(rest)])
         return column.astype(self.dtype, copy=False)
 
 
@@ -364,12 +365,7 @@ def check_stored(array: Any) -> None:
     if missing:
         raise TypeError(
             "`kernel` must be a kernel function with `x1`, or a stored kernel: a NumPy "
-            f"array, a zarr array or a `SymmetricArray`; got {described(array)}."
-        )
-    if isinstance(array, SymmetricArray) and not array.is_transpose:
-        raise ValueError(
-            "The `symmetric` of a kernel on disk must be True, for a transpose; this "
-            "one has a function. Store the whole kernel, without `upper_only`."
+            f"array or a zarr array; got {described(array)}."
         )
     if len(array.shape) != 2:
         raise ValueError(

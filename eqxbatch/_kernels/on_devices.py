@@ -20,7 +20,7 @@ from .._base.mesh import (
 )
 from .._base.trees import safe_zip
 from .._base.types import check_types
-from .._batch.loop import Rows
+from .._batch.rows import Rows
 from .collect import Collector, finalized, KernelOutput, make_collectors, States
 from .engine import run_tiles, Tiles
 from .grid import balanced, Grid, Tile

@@ -22,8 +22,8 @@ from .._base.compile import compiled, num_bytes
 from .._base.mesh import within_mesh
 from .._base.trees import safe_zip
 from .._batch.fingerprint import digest, digest_of_program, fingerprint
-from .._batch.loop import Rows
 from .._batch.progress import AbstractProgressMeter, metered
+from .._batch.rows import Rows
 from .._batch.store import (
     AbstractStore,
     AbstractWriter,
@@ -40,7 +40,6 @@ from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelLeaf
 from .on_devices import check_closed_over, MeshAxis, on_devices
 from .sides import Stored
-from .stored import opened_arrays, stored_arrays
 
 
 _ON_DEVICE = "use `store='device'` without `progress` and `tol`, and examples in memory"
@@ -50,11 +49,14 @@ def check_concrete(call: PyTree, what: str, instead: str = _ON_DEVICE) -> None:
     """Raises `TypeError` if a call is being transformed."""
     # Within `jax.jit`, new arrays are traced, too.
     if any(isinstance(x, Tracer) for x in [*jtu.tree_leaves(call), jnp.zeros(())]):
-        raise TypeError(
-            f"A kernel with {what} runs a loop in Python, and cannot be within "
-            f"`jax.jit`, `jax.grad`, `jax.vmap` or the like. Call it outside of them, "
-            f"or {instead}."
-        )
+        raise _transformed(what, instead)
+
+
+def _transformed(what: str, instead: str = _ON_DEVICE) -> TypeError:
+    return TypeError(
+        f"A kernel with {what} runs a loop in Python, and cannot be within `jax.jit`, "
+        f"`jax.grad`, `jax.vmap` or the like. Call it outside of them, or {instead}."
+    )
 
 
 def check_solve(call: PyTree) -> None:
@@ -166,7 +168,7 @@ def _kept(operands: tuple, number: Array) -> Rows:
     kernel, side, rows = operands
     grid, size = kernel.grid, kernel.grid.sizes[side]
     if rows is None:
-        rows = kernel.rows[side].at(grid.start(side, number), size)
+        rows = kernel.rows[side].slice(grid.start(side, number), size)
     return kernel.keep(side, rows, size)
 
 
@@ -301,34 +303,34 @@ def to_store(
     check_concrete(kernel, "a `store`")
     team = _Team(mesh_axis, store)
     # Devices compute tiles on a mesh of their own, or alone.
-    with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(jax.set_mesh(Mesh(np.empty((), dtype=object), ())))
+        except ValueError as e:  # The kernel function may close over traced arrays.
+            raise _transformed("a `store`") from e
         kernel = block_kernel(kernel)
         leaves, grid = kernel.leaves, kernel.grid
-        if store.upper_only:
-            _check_upper_only(leaves, grid)
-        arrays = stored_arrays(leaves, grid, store.upper_only)
+        arrays = _stored_arrays(leaves, grid)
         mark = lambda: _fingerprint(kernel)
         writer = team.begin(functools.partial(store.begin, arrays, mark))
         with contextlib.closing(writer):
             resumes = not isinstance(store, HostStore)
             blocks = _Blocks(kernel, stored, resumes=resumes)
             team.together(lambda: _write(blocks, arrays, writer, meter, team))
-            results = opened_arrays(writer.finish(), arrays, grid, kernel.mirror)
-            return kernel.output(results)
+            return kernel.output(writer.finish())
 
 
-def _check_upper_only(leaves: Sequence[KernelLeaf], grid: Grid) -> None:
-    if not grid.is_symmetric:
-        raise ValueError(
-            "`upper_only` is for symmetric kernels of examples with themselves: leave "
-            "out `x2`, and pass `symmetric=True` if the kernel does not declare it."
+def _stored_arrays(leaves: Sequence[KernelLeaf], grid: Grid) -> list[StoredArray]:
+    """The arrays of a kernel, with tiles as chunks."""
+    return [
+        StoredArray(
+            leaf.path,
+            leaf.struct(grid.totals).shape,
+            tuple(max(1, size) for size in leaf.struct(grid.sizes).shape),
+            leaf.dtype,
         )
-    for leaf in leaves:
-        if leaf.is_pairwise and leaf.axes != (0, 1):
-            raise ValueError(
-                "`upper_only` needs rows and columns along axes 0 and 1; got "
-                f"{leaf.axes} for output{leaf.path}."
-            )
+        for leaf in leaves
+    ]
 
 
 def _chunks_of_tiles(

@@ -25,7 +25,6 @@ from .kernel_matrices import (
     Reader,
     StoredMatrix,
 )
-from .stored import SymmetricArray
 
 
 # The settings of `filter_batch_kernel` that an operator takes, too.
@@ -54,8 +53,7 @@ class KernelOperator(AbstractTaggedOperator):
 
     - `kernel`: a kernel function, as for [`eqxbatch.filter_batch_kernel`][], or an
         estimator such as [`eqxbatch.EmpiricalNTK`][], that returns one array of shape
-        `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array, a zarr array or an
-        [`eqxbatch.results.SymmetricArray`][].
+        `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array or a zarr array.
     - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`. NumPy
         arrays are copied. With a `store`, they can be on disk, as for
         [`eqxbatch.filter_batch_kernel`][].
@@ -214,18 +212,13 @@ def _read(array: Any, symmetric: bool | None, others: dict[str, Any]) -> StoredM
             "A kernel that is stored takes no other settings than `symmetric` and "
             f"`tags`; got `{'`, `'.join(names)}`. Pass `x1` with a kernel function."
         )
-    is_mirrored = isinstance(array, SymmetricArray)
-    is_hermitian = is_mirrored if symmetric is None else symmetric
+    is_hermitian = symmetric is True
     if is_hermitian and array.shape[0] != array.shape[1]:
         raise ValueError(
             f"A kernel with `symmetric=True` must be square; got shape {array.shape}."
         )
-    if is_mirrored and not is_hermitian:
-        raise ValueError(
-            "`symmetric=False` contradicts a `SymmetricArray`. Leave it out."
-        )
     array = np.asarray(array) if isinstance(array, jax.Array) else array
-    return StoredMatrix(Reader(array, is_hermitian, is_hermitian and not is_mirrored))
+    return StoredMatrix(Reader(array, is_hermitian, is_checked=is_hermitian))
 
 
 @lineax.materialise.register(KernelOperator)

@@ -20,9 +20,9 @@ from .._base.compile import compiled
 from .._base.trees import safe_zip, shown
 from .._base.types import AnyArray, check_types
 from .._batch.batch import Batch, split_batch
-from .._batch.loop import Rows
 from .._batch.memory import explained_failure
 from .._batch.reading import is_stored, read_rows
+from .._batch.rows import Rows
 
 
 # One key, or one for each example.
@@ -182,9 +182,11 @@ class Side(eqx.Module):
         try:
             if key is not None:
                 if self.in_axes is not None:
-                    key = each_key(key, split_batch(name, (axes,), (x,), {}).total())
+                    of_x = split_batch(name, (axes,), (x,), {}, num_leading=None)
+                    key = each_key(key, of_x.total())
                 kwargs, kwargs_axes = {**kwargs, "key": key}, {**kwargs_axes, "key": 0}
-            batch = split_batch(name, (axes, kwargs_axes), (x, kwargs), {})
+            both = (axes, kwargs_axes), (x, kwargs), {}
+            batch = split_batch(name, *both, num_leading=None)
             batch.total()
         except ValueError as e:
             e.add_note(

@@ -237,7 +237,8 @@ def _solved(
             _check_same(arrays.pop("probe"), image, tolerance)
             state = method.verified(State.from_arrays(arrays))
     steps = method.steps(state)
-    with metered(meter, max_steps, state.num_products) as step:
+    texts = "kernel solve", "product"
+    with metered(meter, max_steps, state.num_products, *texts) as step:
         for state in steps:
             step(0, float(np.max(method.residuals(state))))
             is_last = state.num_products >= max_steps or method.is_done(state)

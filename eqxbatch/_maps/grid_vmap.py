@@ -244,7 +244,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
             pairs = safe_zip(leaves, places)
             filled = [remaining.pop(0) if place else x for x, place in pairs]
             args, kwargs = jtu.tree_unflatten(treedef, filled)
-            return called(fun, args, kwargs)
+            return called(fun, args, kwargs, of="one point of the grid")
 
         # A block contains the innermost axes as a whole, so that what depends only on
         # the others is computed once for all of them.
@@ -372,14 +372,20 @@ def _in_range(position: Any, ndim: int, shape: tuple[int, ...]) -> int:
     return position % ndim
 
 
+_SHARED_REMEDY = (
+    "Name another axis of it, or None for an argument that is the same at all points."
+)
+
+
 def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
     place = {}
     for grid_axis, axis in safe_zip(axes.names, axes.axes):
         if not -leaf.ndim <= axis < leaf.ndim:
+            remedy = key_remedy(name, None) if is_one_key(leaf) else _SHARED_REMEDY
             raise ValueError(
                 f"`in_axes` says that axis {axis} of {name} is the grid axis "
-                f"'{grid_axis}', which is out of range for its shape {leaf.shape}."
-                f"{f' {key_remedy(name, None)}' if is_one_key(leaf) else ''}"
+                f"'{grid_axis}', which is out of range for its shape {leaf.shape}. "
+                f"{remedy}"
             )
         place[grid_axis] = axis % leaf.ndim
     if len({*place.values()}) < len(place):

@@ -27,8 +27,9 @@ from .._batch.batch import Batch, broadcast_axes, spec_of_rows, split_batch
 from .._batch.blocks import Blocks
 from .._batch.log_sum_exp import LogSumExp
 from .._batch.loop import run_blocks
-from .._batch.memory import explained_failure
+from .._batch.memory import explained_failure, OTHER_AXIS_NAME
 from .._batch.padding import Padding
+from .._batch.rows import Rows
 from .._batch.slots import (
     all_count_new,
     as_slots,
@@ -38,7 +39,7 @@ from .._batch.slots import (
     OutputAccumulator,
     Slots,
 )
-from .._batch.sums import AbstractTotal, check_weights, Mean, Sum, with_weights
+from .._batch.sums import AbstractTotal, check_weights, Mean, Sum
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 from .in_place import has_ref, run_in_place
 
@@ -202,33 +203,36 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         total = batch.total(self.axis_size)
         blocks = self.blocks(batch, args, kwargs, total)
         batch = batch.on_devices_of(blocks)
-        weights = self._padding(total)
-        arrays, axes, split = with_weights(batch.arrays, batch.axes, weights)
-        padding = Padding.of(batch.arrays, batch.axes, weights)
+        of_batch = batch.rows(self.axis_size).with_(weights=self._padding(total))
+        padding = Padding.of(of_batch)
         mapped = self._run_on_mesh(batch, if_whole)
+        # The axes of all results, once a microbatch is traced.
+        out_axes: list[int | None] = []
 
-        def run(rows: list, size: int, _: Any) -> tuple[PyTree, tuple]:
-            rows, of_rows = split(rows)
+        def run(rows: Rows) -> PyTree:
             if padding is None:
-                return mapped(rows, size)
-            closed, structs, static = eqx.filter_make_jaxpr(mapped)(rows, size)
+                output, out_axes[:] = mapped(rows.arrays, rows.total)
+                return output
+            call = rows.arrays, rows.total
+            closed, structs, static = eqx.filter_make_jaxpr(mapped)(*call)
             # A backward pass that is not linear may return something for a row in the
             # place of padding.
             if custom_backward(closed, [True for _ in closed.jaxpr.invars]).is_linear:
-                rows = padding.replaced(rows, of_rows)
-            outs = run_jaxpr(closed.jaxpr, list(closed.consts), rows)
-            return with_arrays(eqx.combine(structs, static), outs)
+                rows = padding.replaced(rows)
+            outs = run_jaxpr(closed.jaxpr, list(closed.consts), rows.arrays)
+            output, out_axes[:] = with_arrays(eqx.combine(structs, static), outs)
+            return output
 
-        def make_slots(output: PyTree, axes: tuple) -> Slots:
+        def accumulators(output: PyTree) -> Slots:
             slots = as_slots(self.accumulator, output)
             leaves = array_structs(output)
             return dataclasses.replace(
                 slots,
-                slots=[_per_example(s, leaves, axes, blocks) for s in slots.slots],
+                slots=[_per_example(s, leaves, out_axes, blocks) for s in slots.slots],
             )
 
         limits = self.limit(blocks), self.checkpoint
-        return run_blocks(run, arrays, axes, blocks, make_slots, *limits)
+        return run_blocks(run, of_batch, blocks, accumulators, *limits)
 
     def _padding(self, total: int) -> Array | None:
         """The weights of all results, if these are the same: those of 0 are padding.
@@ -289,9 +293,12 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         # Filled when `jax.vmap` traces `one`, which can return only arrays.
         traced: dict[str, Any] = {}
         call = functools.partial(batch.call, self.fun)
+        if_named = _IF_NAMED
+        if self.axis_name is not None:
+            if_named = OTHER_AXIS_NAME.format(self.axis_name)
 
         def one(rows: list) -> tuple[list, list]:
-            with explained_failure(call, batch, "example", if_whole, None, _IF_NAMED):
+            with explained_failure(call, batch, "example", if_whole, None, if_named):
                 out = call(rows)
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
@@ -363,14 +370,17 @@ def _as_array(leaf: Any, axis: int) -> Array:
 
 
 def _per_example(
-    slot: OutputAccumulator, leaves: list, axes: tuple, blocks: Blocks
+    slot: OutputAccumulator,
+    leaves: list[jax.ShapeDtypeStruct],
+    axes: list[int | None],
+    blocks: Blocks,
 ) -> OutputAccumulator:
     """The slot of a per-example output, with its examples at `out_axes`."""
     for i in slot.indices:
-        ndim = leaves[i].ndim
-        if axes[i] is not None and not -ndim <= axes[i] < ndim:
+        ndim, axis = leaves[i].ndim, axes[i]
+        if axis is not None and not -ndim <= axis < ndim:
             raise ValueError(
-                f"`out_axes` gives output{slot.path} the axis {axes[i]}, which is out "
+                f"`out_axes` gives output{slot.path} the axis {axis}, which is out "
                 f"of range: with the batch axis it has {ndim} axes."
             )
     unmapped = [axes[i] is None for i in slot.indices]
@@ -388,7 +398,7 @@ def _per_example(
                 f"`out_axes` is None for output{slot.path}, so that it is the same for "
                 "all examples, but there are 0 examples to take it from."
             )
-        if slot.in_state and not isinstance(accumulator, Last):
+        if slot.in_state and not accumulator.of_last:
             # Layers with a state couple the examples, so that microbatches differ.
             (i,) = slot.indices
             accumulator = of_state(accumulator, leaves[i].dtype)
@@ -396,7 +406,9 @@ def _per_example(
         return dataclasses.replace(slot, accumulator=Last())
     if isinstance(accumulator, Concat):
         check_no_axis(accumulator)
-        accumulator = Concat(axes[slot.indices[0]])
+        (axis,) = (axes[i] for i in slot.indices)
+        assert axis is not None
+        accumulator = Concat(axis)
     return dataclasses.replace(slot, accumulator=accumulator, per_example=True)
 
 
@@ -543,15 +555,10 @@ class Microbatch(AbstractMicrobatch[P, Out]):
         specs = lambda out: self._specs(out, batch)
         call_on_mesh = auto_sharded(call, (self.fun, batch), (batch.arrays,), specs)
 
-        def run(rows: list, _: int, __: Any) -> tuple[PyTree, None]:
-            return call_on_mesh(rows), None
-
-        def make_slots(output: PyTree, _: None) -> Slots:
-            return as_slots(self.accumulator, output)
-
-        arrays, axes = batch.arrays, batch.axes
+        run = lambda rows: call_on_mesh(rows.arrays)
+        accumulators = functools.partial(as_slots, self.accumulator)
         limits = self.limit(blocks), self.checkpoint
-        return run_blocks(run, arrays, axes, blocks, make_slots, *limits)
+        return run_blocks(run, batch.rows(), blocks, accumulators, *limits)
 
     def _specs(self, out: PyTree, batch: Batch) -> PyTree:
         """The sharding of the results: that of the batch, if they have its rows."""
@@ -561,9 +568,9 @@ class Microbatch(AbstractMicrobatch[P, Out]):
         specs = [PartitionSpec() for _ in arrays]
         slots = as_slots(self.accumulator, structs).with_states(structs)
         for slot in slots.slots:
-            if isinstance(slot.accumulator, Concat):
+            if slot.concat is not None:
                 (i,) = slot.indices
-                axis = slot.accumulator.axis_of(arrays[i])
+                axis = slot.concat.axis_of(arrays[i])
                 specs[i] = PartitionSpec(*[None] * axis, *rows)
         return jtu.tree_unflatten(treedef, specs)
 

@@ -13,6 +13,7 @@ from .._base.compile import compiled
 from .._base.mesh import gathered, within_mesh
 from .._base.types import checked
 from .._batch.memory import MemoryBudget, resolve_size
+from .._batch.parameters import as_where
 from .._kernels.batch_kernel import AbstractStored, computed
 from .._kernels.called import AbstractKernelFunction, CalledKernel
 from .._kernels.engine import on_device
@@ -146,7 +147,9 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         # other arrays, but not another structure.
         model, self._chosen = as_callable(self.model), None
         if isinstance(self, AbstractParameterKernel):
-            self._chosen = chosen_leaves(model, self.where, self.filter_spec)
+            # Equinox converts fields later.
+            where = as_where(self.where)
+            self._chosen = chosen_leaves(model, where, self.filter_spec)
             if isinstance(self, AbstractMetricKernel) and self.metric is not None:
                 parameters, _ = partitioned(model, self._chosen)
                 self.metric = metric_of(self.metric, parameters)

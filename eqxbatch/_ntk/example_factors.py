@@ -20,7 +20,8 @@ from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.versions import varying
 from .._batch.accumulators import Concat
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
 from .._kernels.grid import Grid, Sizes
 from .._sites.cancel import cancels
 from .._sites.cost import Cost, forming_cost, gram_cost
@@ -201,13 +202,14 @@ class ExampleFactors:
         num = rows[0].shape[axes[0]]
         if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
             return self._of(rows)
-        of_examples = lambda rows, _: divided(self._of(rows))[0]
-        in_turn = lambda *rows: accumulated(
-            of_examples, Rows([*rows], axes, num), _AT_A_TIME, Concat()
+        of_examples = lambda rows: divided(self._of(rows.arrays))[0]
+        whole = lambda arrays: Rows([*arrays], axes, num)
+        in_turn = lambda *arrays: accumulated(
+            of_examples, whole(arrays), _AT_A_TIME, Concat()
         )
-        at_once = lambda *rows: of_examples([*rows], num)
+        at_once = lambda *arrays: of_examples(whole(arrays))
         computed = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
-        _, shared = divided(self._of(Rows(rows, axes, num).one()))
+        _, shared = divided(self._of(whole(rows).one().arrays))
         return eqx.combine(computed, shared)
 
     @functools.cached_property
@@ -218,7 +220,7 @@ class ExampleFactors:
         made = bytes_of_examples(self.structs(1))
         if made < _CACHE:
             return False
-        kept = eqx.filter_eval_shape(self._of, self._rows.one())
+        kept = eqx.filter_eval_shape(self._of, self._rows.one().arrays)
         return made > bytes_of_examples(kept)
 
     def _of(self, rows: list) -> KeptFactors:
@@ -289,8 +291,8 @@ def features(
     num_leaves, first = len(side.table.leaves), len(side.table.perturbations)
     side.form([range(num_leaves) for _ in outputs])
 
-    def of_rows(arrays: list, num: int) -> list[Array]:
-        results, kept = [], side.of(arrays)
+    def of_rows(rows: Rows) -> list[Array]:
+        results, kept = [], side.of(rows.arrays)
         for output, found in safe_zip(outputs, kept.cotangents):
             lead = [output.sizes[axis] for axis in output.directions(0)]
             whole = []
@@ -298,7 +300,7 @@ def features(
                 x = factor.array if factor.has_examples else factor.array[None]
                 size = math.prod(x.shape[1 + len(lead) :])
                 x = x.reshape(x.shape[0], *lead, size)
-                whole.append(jnp.broadcast_to(x, (num, *lead, size)))
+                whole.append(jnp.broadcast_to(x, (rows.total, *lead, size)))
             results.append(jnp.concatenate(whole, axis=-1))
         return results
 

@@ -24,6 +24,7 @@ from .._base.dtypes import common_dtype, is_complex, widened
 from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import as_jax, check_fields
+from .._batch.parameters import UNRAVEL
 from .._curvature.damped_product import DampedProduct
 from .._curvature.kronecker_factors import KroneckerFactors
 from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated, VECTOR
@@ -334,6 +335,7 @@ class InMetric:
         }
         every = scales_of([damped for damped, _ in chosen.values()])
         for scales, (leaf, (damped, root)) in safe_zip(every, chosen.items()):
+            assert root is not None
             inners[leaf] = SeparableProduct(damped, scales, root)
         return inners
 
@@ -529,10 +531,17 @@ def _check_like(metric: PyTree, parameters: PyTree) -> None:
         prefix = other.removesuffix(path)
         if [(prefix + path, shape) for path, shape in paths] == others:
             return
+    where = difference(parameters, metric)
+    if len(paths) == 1 and not paths[0][0]:  # An array, or an operator on vectors.
+        num = sum(x.size for x in jtu.tree_leaves(parameters))
+        where = (
+            f"There are {num} parameters: a matrix has the shape ({num}, {num}), and "
+            f"operators act on PyTrees like them. {UNRAVEL}"
+        )
     raise ValueError(
         f"{_KINDS}; got {shown(metric)} for the parameters {shown(parameters)}. "
-        f"{difference(parameters, metric)} Select the same parameters with `where` and "
-        "`filter_spec`, and take those of the same model."
+        f"{where} Select the same parameters with `where` and `filter_spec`, and take "
+        "those of the same model."
     )
 
 

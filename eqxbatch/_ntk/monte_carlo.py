@@ -451,7 +451,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         spans = itertools.pairwise((num, *counts))
         total = sum(len(moments.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False
-        with metered(meter, total, 0) as step:
+        with metered(meter, total, 0, "samples of a kernel", "batch") as step:
             for count in counts:
                 for size in moments.sizes(count - num):
                     moments.advance(num, size)

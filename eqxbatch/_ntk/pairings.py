@@ -30,7 +30,8 @@ from .._base.structs import full_varying_as
 from .._base.traced_function import TracedFunction
 from .._base.trees import log, safe_zip
 from .._batch.accumulators import Concat
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
+from .._batch.rows import Rows
 from .._kernels.grid import Grid, Sizes
 from .._kernels.kernel import AbstractBlockKernel, Flat, KernelLeaf, SAMPLE
 from .._sites.axes import EXAMPLE, Named, OTHER_EXAMPLE
@@ -158,8 +159,8 @@ class AbstractPairing(abc.ABC):
         """The kernels of each example of one side with the same one of the other."""
         first, second = self.rows
         num = len(first.arrays)
-        run = lambda arrays, size: self._of_rows(
-            arrays[:num], arrays[num:], (size, size)
+        run = lambda rows: self._of_rows(
+            rows.arrays[:num], rows.arrays[num:], (rows.total, rows.total)
         )
         both = first
         if not self.is_same:
@@ -496,7 +497,7 @@ class ModelKernel(AbstractBlockKernel):
         _, structs = divided(self._kept[side])
         if not jtu.tree_leaves(structs):
             return structs
-        return divided(self._factors(side, self.rows[side].one()))[1]
+        return divided(self._factors(side, self.rows[side].one().arrays))[1]
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
         with self.pairing.products():
@@ -505,10 +506,11 @@ class ModelKernel(AbstractBlockKernel):
     def keep(self, side: int, rows: Rows, size: int) -> Rows:
         side = 0 if self.is_same else side
 
-        def run(arrays: list, num: int) -> tuple[PyTree, Array | None]:
-            of_examples, _ = divided(self._factors(side, arrays))
+        def run(rows: Rows) -> tuple[PyTree, Array | None]:
+            of_examples, _ = divided(self._factors(side, rows.arrays))
             # A dummy array, because a loop needs at least one.
-            return of_examples, None if jtu.tree_leaves(of_examples) else jnp.zeros(num)
+            is_empty = not jtu.tree_leaves(of_examples)
+            return of_examples, jnp.zeros(rows.total) if is_empty else None
 
         of_examples, _ = accumulated(run, rows, size, Concat())
         shared = self.pairing.shared

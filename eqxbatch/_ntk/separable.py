@@ -121,6 +121,7 @@ def _scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:
     operands, cotangents = [*factors.operands], [*factors.cotangents]
     for site in uses.sites:
         rule = site.rule
+        assert site.operand is not None
         a, d = operands[site.operand], cotangents[site.perturbation]
         d = _times(d, scales[rule.d_axes[-1]])
         if rule.token is None:

@@ -10,6 +10,7 @@ from typing import Any, get_args, Literal
 import equinox as eqx
 from jaxtyping import PyTree
 
+from .._batch.parameters import as_where
 from .._kernels.grid import BlockSize, check_block_size
 from .output_axes import check_axes, Mirror
 
@@ -96,7 +97,7 @@ class AbstractParameterKernel(AbstractKernelSettings):
     """A kernel of derivatives with respect to parameters of a model."""
 
     _: dataclasses.KW_ONLY
-    where: Callable[[Any], Any] | None = None
+    where: Callable[[Any], Any] | None = eqx.field(default=None, converter=as_where)
     filter_spec: PyTree = eqx.is_inexact_array
 
 

@@ -21,9 +21,10 @@ from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip, type_of
 from .._batch.accumulators import Concat
 from .._batch.batch import broadcast_axes
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
 from .._batch.loss import check_outputs
 from .._batch.parameters import are_parameters, warn_of_numbers
+from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._kernels.grid import Grid, Sizes
 from .._kernels.sides import Side
@@ -414,10 +415,11 @@ def _real_product(
     rows, columns = sizes
     num = len(second.arrays)
 
-    def pull(arrays: list, _: int) -> list[Array]:
-        values = lambda leaves: model.programs[-1].many(leaves, arrays[:num])
+    def pull(rows: Rows) -> list[Array]:
+        arrays, vectors = rows.arrays[:num], rows.arrays[num:]
+        values = lambda leaves: model.programs[-1].many(leaves, arrays)
         pullback = jax.vjp(values, model.leaves)[1]
-        (gradients,) = pullback([jnp.conj(x) for x in arrays[num:]])
+        (gradients,) = pullback([jnp.conj(x) for x in vectors])
         return [jnp.conj(x) for x in gradients]
 
     arrays, axes = [*second.arrays, *vectors], (*second.axes, *(0 for _ in vectors))
@@ -437,8 +439,8 @@ def _real_product(
             "the examples. A `jax.custom_jvp` instead of a `jax.custom_vjp` has both."
         )
 
-    def push(arrays: list, _: int) -> list[Array]:
-        values = lambda leaves: model.programs[0].many(leaves, arrays)
+    def push(rows: Rows) -> list[Array]:
+        values = lambda leaves: model.programs[0].many(leaves, rows.arrays)
         return pushed(values, model.leaves, tangents, derivative)
 
     products = accumulated(push, first, rows, Concat())

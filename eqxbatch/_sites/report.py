@@ -49,79 +49,6 @@ class LeafReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeafCheck:
-    """A leaf of an [`eqxbatch.results.SitesCheck`][]: differences between two methods.
-
-    Each error is the largest difference between results from sites and without them,
-    relative to the largest entry; or, if that is below a ten-thousandth of another
-    leaf's, to this. It is None if it was not compared.
-
-    - `path`: the path of the leaf in the model.
-    - `gradient`: the error of a weighted sum of clipped gradients.
-    - `norm`: the error of per-example gradient norms.
-    - `kernel`: the error of the kernel, for all leaves together only.
-    - `hessian`: the error of the leaf's Hessian blocks, with itself and with others.
-    - `diagonal`: the error of its share in the diagonal of the Hessian.
-    - `gauss_newton`: the error of its blocks in the Gauss-Newton matrix.
-    """
-
-    path: str
-    gradient: float | None = None
-    norm: float | None = None
-    kernel: float | None = None
-    hessian: float | None = None
-    diagonal: float | None = None
-    gauss_newton: float | None = None
-
-    __post_init__ = check_fields
-
-
-@dataclasses.dataclass(frozen=True)
-class SitesCheck:
-    """The result of [`eqxbatch.explain_sites`][] with `check=True`; prints as a table.
-
-    - `leaves`: an [`eqxbatch.results.LeafCheck`][] for each differentiated array.
-    - `whole`: an [`eqxbatch.results.LeafCheck`][] for all arrays together: clipped
-        gradients and norms of [`eqxbatch.filter_micro_value_and_grad`][], and the
-        kernel of [`eqxbatch.EmpiricalNTK`][].
-    - `num_examples`: the number of examples.
-    - `dtype`: `"float64"`, or the dtypes of the model.
-    - `reason`: why the check did not use float64; None if it did.
-    - `max_error`: the largest of all errors.
-    """
-
-    leaves: tuple[LeafCheck, ...]
-    whole: LeafCheck
-    num_examples: int
-    dtype: str
-    reason: str | None
-
-    __post_init__ = check_fields
-
-    @property
-    def max_error(self) -> float:
-        """The largest of all errors."""
-        errors = [x for _, *row in self._rows for x in row if x is not None]
-        return max(errors, default=0.0)
-
-    @property
-    def _rows(self) -> list[tuple]:
-        """The path and all errors, for each leaf and for all together."""
-        return [dataclasses.astuple(x) for x in (*self.leaves, self.whole)]
-
-    def __str__(self) -> str:
-        heading = ("gradient", "norm", "kernel", "Hessian", "diagonal", "Gauss-Newton")
-        shown = lambda x: "-" if x is None else f"{x:.0e}" if x else "0"
-        rows = [(path, *map(shown, errors)) for path, *errors in self._rows]
-        lines = table([("largest error", *heading), *rows], num_sums=1, num_texts=1)
-        plural = "" if self.num_examples == 1 else "s"
-        lines.append(f"{self.num_examples} example{plural}, in {self.dtype}")
-        if self.reason is not None:
-            lines.append(f"The function does not run in float64: {self.reason}")
-        return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
 class SitesReport:
     """The result of [`eqxbatch.explain_sites`][]; prints as a table.
 
@@ -132,7 +59,6 @@ class SitesReport:
         and backward pass.
     - `materialised_flops`, `materialised_bytes`: the same cost if `jax.vmap`
         materialises per-example gradients.
-    - `check`: an [`eqxbatch.results.SitesCheck`][] with `check=True`, otherwise None.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -141,7 +67,6 @@ class SitesReport:
     bytes: float
     materialised_flops: float
     materialised_bytes: float
-    check: SitesCheck | None = None
 
     __post_init__ = check_fields
 
@@ -166,8 +91,6 @@ class SitesReport:
             for leaf in self.leaves
             if leaf.kfac_reason and not leaf.reason
         ]
-        if self.check is not None:
-            lines += ["", str(self.check)]
         return "\n".join(lines)
 
 

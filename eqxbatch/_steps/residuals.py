@@ -26,9 +26,11 @@ from .._base.platforms import products_of
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
-from .._batch.loop import accumulated, Rows
+from .._batch.loop import accumulated
 from .._batch.loss import check_outputs, Loss
+from .._batch.memory import explained_failure
 from .._batch.padding import Padding
+from .._batch.rows import Rows
 from .._batch.sums import check_real, Mean, Sum
 from .._curvature.columns import with_both_modes
 from .._curvature.pytree import Unravel
@@ -106,6 +108,9 @@ def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " ent
     return jnp.concatenate([x.astype(dtype) for x in parts])
 
 
+_IF_WHOLE = "Give the residual of one example."
+
+
 # One array for each term; sizes differ, so the axes have no names.
 Vectors = list[Float[Array, "_ _"]]
 
@@ -137,7 +142,7 @@ class Residuals:
         arrays = [x for batch in batches for x in batch.arrays]
         self._given = vary_as(arrays, leaves)
         self.leaves = [*map(wide, self._given)]
-        self.rows = [Rows(x.arrays, x.axes, x.total()) for x in batches]
+        self.rows = [x.rows() for x in batches]
         self._one_mode = [self._traced(term, i) for i, term in enumerate(terms)]
         self._derivatives: list[Derivative] = [
             derivative_of_program("`residual`", program) for program in self._one_mode
@@ -187,7 +192,10 @@ class Residuals:
 
     def _traced(self, fun: Callable, number: int) -> TracedFunction:
         rows, of_row = self.rows[number], lambda leaves, row: fun(leaves, *row)
-        return TracedFunction(of_row, self._given, rows.arrays, rows.axes)
+        whole = functools.partial(of_row, self._given)
+        batch = self.terms[number].loss.batch
+        with explained_failure(whole, batch, "example", _IF_WHOLE, name="residual"):
+            return TracedFunction(of_row, self._given, rows.arrays, rows.axes)
 
     def _with(
         self, number: int, derivative: Derivative, program: TracedFunction
@@ -237,7 +245,7 @@ class Residuals:
         """What `fun(number, rows)` returns for all rows of each term."""
         vectors = []
         for i, rows in enumerate(self.rows):
-            of_rows = lambda arrays, _, i=i: fun(i, arrays)
+            of_rows = lambda rows, i=i: fun(i, rows.arrays)
             vectors.append(accumulated(of_rows, rows, self._size, Concat()))
         return self.centred(vectors)
 
@@ -258,7 +266,7 @@ class Residuals:
         most = max(1, self.num_parameters // max(*self.entries, 1))
         programs = self.centred_programs
 
-        def sums(number: int) -> Callable[[list, int], list]:
+        def sums(number: int) -> Callable[[Rows], list]:
             term, axes = programs[number], self.rows[number].axes
 
             def of_one(*both: Array) -> list[Array]:
@@ -272,7 +280,7 @@ class Residuals:
                     return [jnp.tensordot(vector.astype(x.dtype), x, 1) for x in wide]
 
             of_rows = jax.vmap(of_one, (*axes, 0))
-            return lambda arrays, _: [jnp.sum(x, axis=0) for x in of_rows(*arrays)]
+            return lambda rows: [jnp.sum(x, axis=0) for x in of_rows(*rows.arrays)]
 
         centred = self.centred(vectors, is_transpose=True)
         size = self._size or size or most
@@ -281,16 +289,16 @@ class Residuals:
     def pull_as_it_is(self, vectors: dict[int, Array]) -> list[Array]:
         """Like `pull`, for the terms with some indices, without centring."""
 
-        def sums(number: int) -> Callable[[list, int], list]:
+        def sums(number: int) -> Callable[[Rows], list]:
             term = self.programs[number]
 
-            def pulled(arrays: list, size: int) -> list[Array]:
-                *arrays, seeds = arrays
+            def pulled(rows: Rows) -> list[Array]:
+                *arrays, seeds = rows.arrays
                 outs, pullback = jax.vjp(
                     lambda leaves: term.many(leaves, arrays)[0], self.leaves
                 )
                 sums = lambda _, share: pullback((share * seeds).astype(outs.dtype))[0]
-                return weighted_totals(sums, size, None, term.is_narrow)
+                return weighted_totals(sums, rows.total, None, term.is_narrow)
 
             return pulled
 
@@ -299,7 +307,7 @@ class Residuals:
     def _pulled(
         self,
         vectors: dict[int, Array],
-        sums: Callable[[int], Callable[[list, int], list]],
+        sums: Callable[[int], Callable[[Rows], list]],
         size: int | None,
     ) -> list[Array]:
         """Adds up gradients of terms by index, from sums over some examples of each."""
@@ -366,11 +374,11 @@ def without_padding(term: ResidualTerm, accumulator: Sum | Mean) -> ResidualTerm
     """The term with other examples in place of those of weight 0."""
     batch, weights = term.loss.batch, accumulator.weights
     check_real(type(accumulator).__name__, weights, batch.total())
-    padding = Padding.of(batch.arrays, batch.axes, weights)
+    rows = batch.rows().with_(weights=weights)
+    padding = Padding.of(rows)
     if padding is None:
         return term
-    counting = padding.replaced(batch.arrays, weights)
-    batch = dataclasses.replace(batch, arrays=counting)
+    batch = dataclasses.replace(batch, arrays=padding.replaced(rows).arrays)
     return dataclasses.replace(term, loss=dataclasses.replace(term.loss, batch=batch))
 
 

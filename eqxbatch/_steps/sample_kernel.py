@@ -11,7 +11,7 @@ from .._base.dtypes import (
     widened,
 )
 from .._base.platforms import products_of
-from .._batch.loop import Rows
+from .._batch.rows import Rows
 from .._kernels.engine import on_device
 from .._kernels.grid import Grid
 from .._kernels.kernel import room_of

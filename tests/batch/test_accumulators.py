@@ -498,6 +498,120 @@ def test_custom_on_whole_trees(getkey):
     assert_same(got, {"score": best.sum(), "x": best, "name": "static"})
 
 
+class Total(eqxbatch.AbstractAccumulator):
+    """A sum that can do what sums of the package can."""
+
+    counts_new = True
+    one_shape = True
+    state_as = "mean"
+
+    def init(self, value, blocks):
+        return jnp.zeros(value.shape, value.dtype)
+
+    def update(self, state, value, block):
+        return state + value
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        return jnp.sum(block.new(values), axis=0)
+
+
+class Newest(eqxbatch.AbstractAccumulator):
+    """Like `Last`."""
+
+    counts_new = True
+    of_equal = True
+    of_last = True
+    keeps_weak = True
+
+    def init(self, value, blocks):
+        return jnp.zeros(value.shape, value.dtype)
+
+    def update(self, state, value, block):
+        return value
+
+    def finalize(self, state):
+        return state
+
+    def aggregate(self, values, block):
+        return values[-1]
+
+
+class Doubled(Total):
+    """Says nothing of the examples that it counts: as it is, it counts some twice."""
+
+    def aggregate(self, values, block):
+        return 2 * jnp.sum(values, axis=0)
+
+
+@pytest.mark.parametrize(
+    ("accumulator", "expected", "num_traced"),
+    ((Total(), 300.0, 1), (Newest(), 24.0, 1), (Doubled(), 600.0, 2)),
+)
+def test_custom_that_counts_new(accumulator, expected, num_traced):
+    # Nine microbatches, of which the last one may overlap the one before.
+    traced = []
+
+    @filter_micro_vmap(microbatch_size=3, accumulator=accumulator)
+    def f(x):
+        traced.append(x)
+        return x
+
+    assert f(jnp.arange(25.0)) == expected
+    assert len(traced) == num_traced
+
+
+def test_custom_of_one_shape():
+    f = filter_microbatch(lambda x: 1 * x, microbatch_size=3, accumulator=Total())
+    with pytest.raises(ValueError, match="Total needs results of one shape"):
+        f(jnp.arange(4.0))
+
+
+def test_custom_of_equal():
+    def f(accumulator):
+        fun = lambda x: (x, 2.0)
+        options = {"out_axes": (0, None), "accumulator": (Sum(), accumulator)}
+        return filter_micro_vmap(fun, microbatch_size=2, **options)
+
+    x = jnp.arange(3.0)
+    assert f(Newest())(x) == (3.0, 2.0)
+    with pytest.raises(ValueError, match="Total would leave it out"):
+        f(Total())(x)
+
+
+def test_custom_of_last():
+    f = filter_micro_vmap(
+        lambda x: x, microbatch_size=2, num_real_microbatches=0, accumulator=Newest()
+    )
+    with pytest.raises(ValueError, match="the last example that runs, because of `New"):
+        f(jnp.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("accumulator", "is_weak"), ((Newest(), True), (Total(), False))
+)
+def test_custom_that_keeps_weak_types(accumulator, is_weak):
+    f = filter_microbatch(
+        lambda x: jax.lax.full((), 2.0), microbatch_size=2, accumulator=accumulator
+    )
+    assert f(jnp.arange(4.0)).weak_type == is_weak
+
+
+def test_custom_as_mean_of_a_state():
+    layer, state = eqx.nn.make_with_state(eqx.nn.StateIndex)(jnp.zeros(()))
+
+    def f(accumulator, x):
+        clone = lambda: jax.tree.map(lambda x: x, state)
+        run = lambda x: clone().set(layer, jnp.mean(x))
+        return filter_microbatch(run, microbatch_size=2, accumulator=accumulator)(x)
+
+    x = jnp.array([1.0, 3.0, 8.0])
+    assert f(Total(), x).get(layer) == 4.0
+    assert f(Newest(), x).get(layer) == 8.0
+
+
 class Blocks(eqxbatch.AbstractAccumulator):
     """Writes down which blocks it saw."""
 

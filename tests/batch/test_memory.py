@@ -266,6 +266,17 @@ def test_a_cpu_has_what_is_available(monkeypatch):
     memory_module._machine_bytes_at.cache_clear()
 
 
+class Sized(eqx.Module):
+    rows_at_a_time: object
+    others: object
+
+
+def test_budgets_are_found_by_what_they_are():
+    resolved = memory_module.resolved(Sized(MemoryBudget(), MemoryBudget("1MB")))
+    assert resolved.rows_at_a_time.max_bytes > 0
+    assert resolved.others == MemoryBudget("1MB")
+
+
 class Device:
     """One that says what is free."""
 

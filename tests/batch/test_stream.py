@@ -110,6 +110,28 @@ class Numbered(AbstractAccumulator):
         return values.sum(axis=0)
 
 
+class Spread(type(filter_micro_vmap(lambda x: x))):
+    """A map with a second accumulator, whose name no other transform has."""
+
+    of_squares: object = dataclasses.field(default=Sum(), kw_only=True)
+
+    def apply(self, args, kwargs):
+        map_ = type(filter_micro_vmap(lambda x: x))
+        outs = self.accumulator, self.of_squares
+        fun = lambda *x: (self.fun(*x), self.fun(*x) ** 2)
+        both = map_(fun, accumulator=outs, microbatch_size=self.microbatch_size)
+        return both.apply(args, kwargs)
+
+
+def test_accumulators_are_found_by_what_they_are():
+    x, weights = jnp.arange(5.0), jnp.array([1.0, 0.0, 2.0, 1.0, 0.0])
+    spread = Spread(lambda x: x, accumulator=Mean(), microbatch_size=2)
+    batches = [(x[:3], weights[:3]), (x[3:], weights[3:])]
+    mean, squares = over_batches(spread, weighted=True)(batches)
+    np.testing.assert_allclose(mean, 7 / 4)
+    np.testing.assert_allclose(squares, 17.0)
+
+
 REDUCED = {
     "sum": Sum(),
     "mean": Mean(),

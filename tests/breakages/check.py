@@ -1,21 +1,14 @@
-"""The check of rules."""
+"""The report of sites."""
 
 from .breakage import Breakage
 
 
 BREAKAGES = [
     Breakage(
-        "the check compares both sides without sites",
-        "_clipped",
-        '"sites" if by_sites else "materialise"',
-        '"materialise"',
-        "tests/check/test_check.py -k broken",
-    ),
-    Breakage(
-        "the check takes NaN for no error",
-        "_errors",
-        "differ[np.isnan(differ)] = np.inf",
-        "differ[np.isnan(differ)] = 0.0",
-        "tests/check/test_check.py",
+        "all parameters are explained, whichever are selected",
+        "explain_sites",
+        "are_parameters(model, as_where(where), filter_spec)",
+        "are_parameters(model, None, filter_spec)",
+        "tests/check/test_explain.py -k selected",
     ),
 ]

@@ -75,4 +75,25 @@ BREAKAGES = [
         "lambda values: 1 / values**0.5",
         "tests/curvature/test_kronecker_operator.py",
     ),
+    Breakage(
+        "rows of a Jacobian have no weights",
+        "JacobianMatrix._rows",
+        "(curve, weight)",
+        "(curve,)",
+        "tests/curvature/test_few_parameters.py -k 'weights and row'",
+    ),
+    Breakage(
+        "a Jacobian is that of all devices",
+        "JacobianMatrix.sums",
+        "vary_as([*self.leaves, *rows], self.leaves)",
+        "self.leaves",
+        "tests/curvature/test_few_parameters.py -k 'shard_map and row'",
+    ),
+    Breakage(
+        "blocks of a Jacobian's matrix all start at its first leaf",
+        "JacobianMatrix.sums",
+        "slice(self._starts[of_part[0]], self._starts[of_part[-1] + 1])",
+        "slice(0, self._starts[of_part[-1] + 1] - self._starts[of_part[0]])",
+        "tests/curvature/test_few_parameters.py -k parts",
+    ),
 ]

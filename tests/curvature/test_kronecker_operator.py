@@ -168,7 +168,7 @@ class TestOperator:
 
         @eqx.filter_jit
         def run(found, model):
-            operator = found.operator(damping=0.3)
+            operator = found.operator(0.3)
             assert lineax.is_symmetric(operator)
             # With `fisher="exact"`, nothing says that the loss is convex.
             assert not lineax.is_positive_semidefinite(operator)

@@ -102,7 +102,6 @@ def reductions(model: Any, x: jax.Array) -> Any:
     reduce = {
         "norm": eb.FrobeniusNorm(),
         "largest": eb.TopK(3),
-        "alignment": eb.KernelAlignment(x[:, 0]),
         "product": eb.KernelProduct(x),
     }
     several = lambda x, y: dict.fromkeys(reduce, rbf()(x, y))

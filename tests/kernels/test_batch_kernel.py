@@ -17,7 +17,6 @@ from eqxbatch import (
     filter_batch_kernel,
     FrobeniusNorm,
     HostStore,
-    KernelAlignment,
     KernelProduct,
     MemoryBudget,
     ProbedNTK,
@@ -583,12 +582,6 @@ def test_wrong_kernels(unchecked, getkey):
             {"reduce": TopK(1)},
             ValueError,
             "TopK needs a kernel with one number for each pair",
-        ),
-        (
-            lambda x, y: x @ y.T,
-            {"reduce": KernelAlignment(jnp.ones(3))},
-            ValueError,
-            "KernelAlignment needs a kernel of shape",
         ),
     ]
     for kernel, settings, error, match in wrong:

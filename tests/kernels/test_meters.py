@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,14 @@ import eqxbatch
 from eqxbatch import (
     AbstractReduction,
     filter_batch_kernel,
+    filter_micro_vmap,
     HostStore,
+    kernel_solve,
+    MonteCarloKernel,
+    over_batches,
     TqdmProgressMeter,
 )
-from ..helpers import make_mesh, normal
+from ..helpers import drawn, make_mesh, normal
 from .kernel_functions import rbf, white
 from .on_disk import Stops
 
@@ -128,3 +133,29 @@ def test_tqdm(getkey, capsys):
     metered(x)
     assert "9/9" in capsys.readouterr().err
     assert dataclasses.replace(metered, progress=False).progress is None
+
+
+@pytest.mark.parametrize("meter", (True, TqdmProgressMeter("mine", "rows")))
+def test_a_bar_says_what_it_counts(capsys, meter):
+    x = np.ones((6, 2), np.float32)
+    model = drawn(eqx.nn.MLP, 2, "scalar", 4, 1, key=jax.random.key(0))
+    linear = lambda x, y: x @ y.T
+    average = MonteCarloKernel(
+        lambda key: model, key=jax.random.key(0), num_samples=2, progress=meter
+    )
+    runs = {
+        ("kernel", "block"): filter_batch_kernel(linear, block_size=3, progress=meter),
+        ("kernel solve", "product"): lambda x: kernel_solve(
+            linear, x, x[:, 0], ridge=0.1, symmetric=True, progress=meter
+        ),
+        ("batches", "batch"): over_batches(
+            filter_micro_vmap(jnp.sin), batch_size=3, progress=meter
+        ),
+        ("samples of a kernel", "batch"): average,
+    }
+    for texts, run in runs.items():
+        run(x)
+        description, unit = texts if meter is True else ("mine", "rows")
+        shown = capsys.readouterr().err.split("\r")[-1]
+        assert shown.startswith(f"{description}:")
+        assert f"{unit}/s" in shown or f"s/{unit}" in shown

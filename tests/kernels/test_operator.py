@@ -73,28 +73,25 @@ def stores(where, path):
         "all at once": "device",
         "computed": "device",
         "host": HostStore(),
-        "zarr": ZarrStore(path / "whole"),
-        "half": ZarrStore(path / "half", upper_only=True),
+        "zarr": ZarrStore(path),
     }[where]
 
 
 # Each kernel and each place at least once.
 SOME = (
-    ("symmetric", "half"),
+    ("symmetric", "zarr"),
     ("symmetric", "computed"),
     ("not known to be", "host"),
     ("lopsided", "all at once"),
     ("rectangle", "zarr"),
     ("tall", "host"),
-    ("Hermitian", "half"),
+    ("Hermitian", "zarr"),
     ("noise", "host"),
 )
 CASES = [
     (name, where)
-    for name, (_, settings) in KERNELS.items()
-    for where in ("all at once", "computed", "host", "zarr", "half")
-    # Only symmetric kernels have half of their blocks stored.
-    if where != "half" or "symmetric" in settings
+    for name in KERNELS
+    for where in ("all at once", "computed", "host", "zarr")
     # Each kernel in blocks; each place with a symmetric kernel.
     if where == "computed" or name == "symmetric" or (name, where) in SOME
 ]
@@ -308,7 +305,7 @@ def test_kernels_of_models(getkey, tmp_path):
     vectors = jnp.asarray(numbers(13, 2))
     for settings in (
         {"block_size": 5},
-        {"block_size": 5, "store": ZarrStore(tmp_path, upper_only=True)},
+        {"block_size": 5, "store": ZarrStore(tmp_path)},
     ):
         operator = KernelOperator(ntk, jnp.asarray(X), **settings)
         assert operator.matrix.is_hermitian

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqxbatch import KernelProduct
-from eqxbatch._batch.loop import Rows
+from eqxbatch._batch.rows import Rows
 from eqxbatch._kernels.engine import on_device
 from eqxbatch._kernels.grid import balanced, Grid
 from eqxbatch._kernels.kernel import AbstractBlockKernel, flattened, KernelLeaf

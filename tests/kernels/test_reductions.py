@@ -10,7 +10,6 @@ from eqxbatch import (
     AbstractReduction,
     filter_batch_kernel,
     FrobeniusNorm,
-    KernelAlignment,
     KernelProduct,
     TopK,
 )
@@ -28,17 +27,12 @@ from .kernel_functions import lopsided, rbf
 def test_reductions(size, symmetric, getkey):
     x = normal(getkey(), (13, 3))
     dense = np.asarray(rbf(x)).astype(np.float64)
-    v, y = normal(getkey(), (13, 2)), normal(getkey(), (13,))
-    target = np.outer(y, y)
-    alignment = np.sum(dense * target)
-    alignment /= np.linalg.norm(dense) * np.linalg.norm(target)
+    v = normal(getkey(), (13, 2))
     expected = [
         (KernelProduct(jnp.ones(13)), dense.sum(1)),
         (KernelProduct(v), dense @ np.asarray(v)),
         (KernelProduct(v[:, 0]), dense @ np.asarray(v[:, 0])),
         (FrobeniusNorm(), np.linalg.norm(dense)),
-        (KernelAlignment(y), alignment),
-        (KernelAlignment(y[:, None], y[:, None]), alignment),
     ]
     for reduction, result in expected:
         batched = filter_batch_kernel(
@@ -255,7 +249,6 @@ def test_many_blocks_of_equal_values(on_mesh):
     # With one block for each entry. Devices share the blocks of one row.
     reduce = {
         "norm": FrobeniusNorm(),
-        "alignment": KernelAlignment(jnp.ones(1), jnp.ones(num)),
         "rows": KernelProduct(jnp.ones(num)),
         "product": KernelProduct(jnp.ones((num, 2))),
         "complex": KernelProduct(jnp.ones(num, complex)),
@@ -270,7 +263,6 @@ def test_many_blocks_of_equal_values(on_mesh):
     total = num * np.float64(value)
     for name, expected in (
         ("norm", total / np.sqrt(num)),
-        ("alignment", 1),
         ("rows", total),
         ("product", total),
         ("complex", total * (1 + 2j)),
@@ -292,57 +284,40 @@ def test_reductions_within_transforms(getkey):
 
 @pytest.mark.parametrize("on_mesh", on_devices((True, False), bool))
 def test_norms_whose_squares_are_out_of_range(on_mesh, getkey):
-    x, labels = normal(getkey(), (9, 3)), normal(getkey(), (9, 2))
+    x = normal(getkey(), (9, 3))
     settings = {"mesh": make_mesh(AxisType.Auto, (2,))} if on_mesh else {}
     # From block to block, entries are larger and smaller by orders of magnitude.
     sizes = jnp.array([1, 10, 1e-9, 1, 1, 100, 1e-3, 1, 1])
 
     @jax.jit
-    def run(scale, by):
+    def run(scale):
         kernel = lambda x, y: scale * (x @ y.T)
-        reductions = FrobeniusNorm(), KernelAlignment(by * labels, by * labels)
-        return [
-            filter_batch_kernel(kernel, block_size=2, reduce=reduce, **settings)(
-                sizes[:, None] * x, x + 0
-            )
-            for reduce in reductions
-        ]
+        reduced = filter_batch_kernel(
+            kernel, block_size=2, reduce=FrobeniusNorm(), **settings
+        )
+        return reduced(sizes[:, None] * x, x + 0)
 
-    wide = [np.asarray(a, np.float64) for a in (sizes[:, None] * x, x, labels)]
-    dense, target = wide[0] @ wide[1].T, wide[2] @ wide[2].T
-    norm = np.linalg.norm(dense)
-    alignment = np.sum(dense * target) / (norm * np.linalg.norm(target))
-    for scale, by in ((1, 1), (1e20, 1), (1e-25, 1e-20), (1e27, 1e30), (1e-36, 1)):
-        found = run(jnp.float32(scale), jnp.float32(by))
-        np.testing.assert_allclose(found[0], scale * norm, rtol=1e-5)
-        np.testing.assert_allclose(found[1], alignment, rtol=1e-4)
-    assert run(jnp.float32(0), jnp.float32(1))[0] == 0
-    infinite = run(jnp.float32(jnp.inf), jnp.float32(1))
-    assert np.isinf(infinite[0])
-    assert np.isnan([*run(jnp.float32(jnp.nan), jnp.float32(1)), infinite[1]]).all()
+    wide = [np.asarray(a, np.float64) for a in (sizes[:, None] * x, x)]
+    norm = np.linalg.norm(wide[0] @ wide[1].T)
+    for scale in (1, 1e20, 1e-25, 1e27, 1e-36):
+        np.testing.assert_allclose(run(jnp.float32(scale)), scale * norm, rtol=1e-5)
+    assert run(jnp.float32(0)) == 0
+    assert np.isinf(run(jnp.float32(jnp.inf)))
+    assert np.isnan(run(jnp.float32(jnp.nan)))
 
 
 def test_derivatives_of_norms(getkey):
-    x, labels = normal(getkey(), (9, 3)), normal(getkey(), (9,))
-    target = jnp.outer(labels, labels)
-    cosine = lambda k: jnp.sum(k * target) / jnp.linalg.norm(target) / norm(k)
-    norm = jnp.linalg.norm
-    for reduce, expected in (
-        (FrobeniusNorm(), norm),
-        (KernelAlignment(labels), cosine),
-    ):
+    x = normal(getkey(), (9, 3))
 
-        @jax.jit
-        def slope(scale, x, reduce=reduce):
-            kernel = lambda x, y: scale * lopsided(x, y)
-            run = filter_batch_kernel(kernel, block_size=4, reduce=reduce)
-            return jax.grad(lambda x: run(x))(x)
+    @jax.jit
+    def slope(scale, x):
+        kernel = lambda x, y: scale * lopsided(x, y)
+        run = filter_batch_kernel(kernel, block_size=4, reduce=FrobeniusNorm())
+        return jax.grad(lambda x: run(x))(x)
 
-        wanted = jax.jit(jax.grad(lambda x, f=expected: f(lopsided(x))))(x)
-        power = reduce == FrobeniusNorm()
-        for scale in (1, 1e20, 1e-25):
-            got = slope(jnp.float32(scale), x)
-            assert_same(got / scale**power, wanted, tol=1e-4)
+    wanted = jax.jit(jax.grad(lambda x: jnp.linalg.norm(lopsided(x))))(x)
+    for scale in (1, 1e20, 1e-25):
+        assert_same(slope(jnp.float32(scale), x) / scale, wanted, tol=1e-4)
 
 
 @pytest.mark.parametrize("columns", (0, 1, 5))
@@ -380,7 +355,6 @@ def _loss(reduce, n, symmetric=True):
             (KernelProduct, (0,)),
             (KernelProduct, (0, 1)),
             (lambda _: FrobeniusNorm(), (1,)),
-            (lambda v: KernelAlignment(v[:, 0]), (1,)),
         ),
         (KernelProduct, (0,)),
     ),

@@ -614,7 +614,7 @@ def test_solves_are_not_within_transformations():
 
 @pytest.mark.usefixtures("x64")
 def test_kernels_on_disk(tmp_path):
-    operator = make(store=ZarrStore(tmp_path, upper_only=True))
+    operator = make(store=ZarrStore(tmp_path))
     found = kernel_solve(
         operator, jnp.asarray(Y), ridge=0.1, preconditioner_rank=7, rtol=1e-12
     )

@@ -21,12 +21,9 @@ from eqxbatch import (
     HostStore,
     KernelOperator,
     MemoryBudget,
-    open_kernel,
     TqdmProgressMeter,
     ZarrStore,
 )
-from eqxbatch.results import SymmetricArray
-from ..conftest import enable_x64
 from ..helpers import bent, make_mesh, normal, on_devices, thinned
 from .kernel_functions import AXES, lopsided, rbf, Structured, white
 from .on_disk import chunks, Stops
@@ -152,165 +149,40 @@ def test_arrays_without_entries(size, tmp_path):
             np.testing.assert_array_equal(got, expected)
 
 
-# Symmetric arrays.
-
-
-def test_upper_only(getkey, tmp_path):
-    x = normal(getkey(), (13, 2), jnp.complex64)
-
-    def kernel(x, y=None):
-        y = x if y is None else y
-        k = x @ jnp.conj(y).T
-        return {"k": jnp.stack([k, 2 * k], axis=-1), "rows": jnp.real(x)}
-
-    axes = {"k": (0, 1), "rows": (0, None)}
-    stores = [ZarrStore(tmp_path / "a", upper_only=True), ZarrStore(tmp_path / "b")]
-    half, whole = (
-        filter_batch_kernel(
-            kernel, block_size=4, symmetric=True, out_axes=axes, store=store
-        )(x)
-        for store in stores
-    )
-    assert isinstance(half["k"], SymmetricArray)
-    assert isinstance(half["rows"], zarr.Array)
-    assert len(chunks(tmp_path / "a" / "k")) == 10
-    assert len(chunks(tmp_path / "b" / "k")) == 16
-    # Any process can open them again.
-    for name, saved in (("a", half), ("b", whole)):
-        opened = open_kernel(tmp_path / name)
-        assert {*opened} == {"k", "rows"}
-        assert type(opened["k"]) is type(saved["k"])
-        for key, x in opened.items():
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(saved[key]))
-    half, whole = half["k"], np.asarray(whole["k"])
-    assert (half.shape, half.dtype, half.ndim, len(half)) == ((13, 13, 2), "c8", 3, 13)
-    assert "SymmetricArray" in repr(half)
-    np.testing.assert_array_equal(np.asarray(half), whole)
-    np.testing.assert_array_equal(np.asarray(half, np.complex128), whole)
-    for key in (
-        3,
-        -1,
-        slice(2, 5),
-        (slice(None), 4),
-        (12, 0),
-        (slice(9, 2, -3), slice(0, 13, 5)),
-        (slice(4, 4), slice(2)),
-        (slice(1, 12), slice(3, 9), 1),
-        (..., 0),
-        (3, ...),
-    ):
-        np.testing.assert_array_equal(half[key], whole[key])
-    with pytest.raises(IndexError):
-        half[13]
-    for several in ([1, 2], np.array([1, 2])):
-        with pytest.raises(IndexError, match="named by ints and slices; got"):
-            half[several]
-    with pytest.raises(ValueError, match="takes a copy"):
-        np.array(half, copy=False)
+# Kernels in other processes, and of earlier versions.
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("shapes", (((5, 2), (3, 2)), ((4, 2), None), ((0, 2), (3, 2))))
-def test_kernels_are_opened_again(shapes, getkey, tmp_path):
+def test_kernels_are_opened_by_zarr(shapes, getkey, tmp_path):
     args = [None if shape is None else normal(getkey(), shape) for shape in shapes]
     path = tmp_path / "kernel"
     stored = filter_batch_kernel(white, block_size=2, store=path)(*args)
-    opened = open_kernel(str(path))
-    assert isinstance(opened, zarr.Array)
-    assert opened.read_only
+    opened = zarr.open_group(path, mode="r")["kernel"]
+    assert opened.nchunks_initialized == opened.nchunks
     np.testing.assert_array_equal(opened[:], stored[:])
+    if opened.nchunks:
+        # One that is not finished has fewer.
+        (path / "kernel" / [*chunks(path / "kernel")][-1]).unlink()
+        assert opened.nchunks_initialized < opened.nchunks
 
 
-def test_what_is_no_whole_kernel_is_not_opened(tmp_path):
-    path = tmp_path / "kernel"
-    filter_batch_kernel(white, block_size=2, store=path)(jnp.ones((5, 2)))
-    # zarr alone would read zeros.
-    (path / "kernel" / [*chunks(path / "kernel")][-1]).unlink()
-    with pytest.raises(
-        ValueError, match="unfinished or damaged kernel: 1 of its files"
-    ):
-        open_kernel(path)
+def test_half_of_a_kernel_is_refused(tmp_path):
+    """Earlier versions could leave out the blocks below the diagonal."""
+    path, x = tmp_path / "kernel", jnp.ones((5, 2))
+    kernel = filter_batch_kernel(white, block_size=2, symmetric=True, store=path)
+    whole = kernel(x)[:]
     record = json.loads((path / "zarr.json").read_text())
-    record["attributes"]["eqxbatch"]["format"] = 1
+    of_kernel = record["attributes"]["eqxbatch"]
+    assert "upper_only" not in of_kernel
+    # Whole kernels can still be resumed.
+    of_kernel["upper_only"] = False
     (path / "zarr.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="in the format 1, and this version"):
-        open_kernel(path)
-    zarr.create_group(str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="zarr arrays that are not a kernel"):
-        open_kernel(tmp_path / "other")
-
-
-def test_upper_only_of_kernels_with_output_axes(getkey, tmp_path):
-    x = normal(getkey(), (3, 2))
-
-    def outer(x, y=None):
-        y = x if y is None else y
-        return x[:, None, :, None] * y[None, :, None, :]
-
-    half, whole = (
-        filter_batch_kernel(
-            outer,
-            block_size=2,
-            symmetric=lambda k: k.transpose(1, 0, 3, 2),
-            store=store,
-        )(x)
-        for store in (ZarrStore(tmp_path / "outer", upper_only=True), HostStore())
-    )
-    np.testing.assert_array_equal(np.asarray(half), whole)
-    np.testing.assert_array_equal(half[2, :2], whole[2, :2])
-    with pytest.raises(ValueError, match="`symmetric`, is not stored"):
-        open_kernel(tmp_path / "outer")
-
-    def pair(x, y=None):
-        y = x if y is None else y
-        return {"ab": jnp.sin(x) @ y.T, "ba": x @ jnp.sin(y).T, "rows": x}
-
-    batched = filter_batch_kernel(
-        pair,
-        block_size=2,
-        out_axes={"ab": (0, 1), "ba": (0, 1), "rows": (0, None)},
-        symmetric=lambda k: {**k, "ab": k["ba"].T, "ba": k["ab"].T},
-        store=ZarrStore(tmp_path / "pair", upper_only=True),
-    )
-    found, dense = batched(x), jax.jit(pair)(x)
-    for name in ("ab", "ba"):
-        np.testing.assert_allclose(np.asarray(found[name]), dense[name], rtol=1e-5)
-
-
-def test_upper_only_reads_in_its_own_dtype(getkey, tmp_path):
-    with enable_x64():
-        x = jnp.asarray(normal(getkey(), (3, 2)), jnp.float64)
-        half = filter_batch_kernel(
-            lambda x, y=None: x @ (x if y is None else y).T,
-            block_size=2,
-            symmetric=lambda k: k.T,
-            store=ZarrStore(tmp_path / "kernel", upper_only=True),
-        )(x)
-        np.testing.assert_array_equal(half[2, :2], half[:2, 2])
-    with pytest.raises(ValueError, match="mirror image of blocks of dtype flo"):
-        half[2, 0]
-
-
-def test_upper_only_is_for_symmetric_kernels(getkey, tmp_path):
-    x = normal(getkey(), (7, 3))
-    store = ZarrStore(tmp_path / "kernel", upper_only=True)
-    for kernel, args in ((rbf, (x,)), (white, (x, x + 1))):
-        symmetric = kernel is white
-        batched = filter_batch_kernel(
-            kernel, block_size=4, symmetric=symmetric, store=store
-        )
-        with pytest.raises(ValueError, match="`upper_only` is for symmetric kernels"):
-            batched(*args)
-    batched = filter_batch_kernel(
-        lambda x, y=None: rbf(x, y)[None],
-        block_size=4,
-        symmetric=True,
-        out_axes=(1, 2),
-        store=store,
-    )
-    with pytest.raises(ValueError, match="needs rows and columns along axes 0 and 1"):
-        batched(x)
-    assert not (tmp_path / "kernel").exists()
+    np.testing.assert_array_equal(kernel(x)[:], whole)
+    of_kernel["upper_only"] = True
+    (path / "zarr.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="half of a kernel, stored by eqxbatch"):
+        kernel(x)
 
 
 def test_dtypes_that_zarr_lacks(getkey, tmp_path):

@@ -85,7 +85,7 @@ def draw_kernels_of_gradients(draw: Draw) -> Case:
     size = draw_blocks(draw, sides.totals)
     what = draw.one_of("grad", "EmpiricalNTK", "EmpiricalNTK full", "jvp")
     way = draw.one_of("closed over", "partial", "argument")
-    store = draw.one_of("device", "host", "upper")
+    store = draw.one_of("device", "host", "zarr")
     num = 3
     w = make(draw.numbers(), (num, FEATURES), "float32")
     apply = lambda w, x: jnp.tanh(w @ x)
@@ -110,8 +110,7 @@ def draw_kernels_of_gradients(draw: Draw) -> Case:
 
     is_full = "full" in what
     settings: dict[str, Any] = {"block_size": size}
-    is_upper = store == "upper" and sides.y is None
-    if is_upper or draw.flag():
+    if draw.flag():
         settings["symmetric"] = exchange if is_full else True
     if placing.mesh is not None:
         settings["mesh"] = placing.mesh
@@ -120,8 +119,8 @@ def draw_kernels_of_gradients(draw: Draw) -> Case:
         with tempfile.TemporaryDirectory() as folder:
             if store == "host":
                 settings["store"] = HostStore()
-            if is_upper:
-                settings["store"] = ZarrStore(f"{folder}/k", upper_only=True)
+            if store == "zarr":
+                settings["store"] = ZarrStore(f"{folder}/k")
             if way == "argument":
                 fun = lambda x1, x2=None, *, w: kernel(w, x1, x2)
                 out = filter_batch_kernel(fun, **settings)(*sides.args, w=w)
@@ -129,7 +128,7 @@ def draw_kernels_of_gradients(draw: Draw) -> Case:
                 partial = eqx.Partial(kernel, w)
                 fun = partial if way == "partial" else lambda x, y=None: kernel(w, x, y)
                 out = filter_batch_kernel(fun, **settings)(*sides.args)
-            return read(out, what) if is_upper else out
+            return read(out, what) if store == "zarr" else out
 
     def oracle() -> Any:
         x, y = (widen(x) for x in sides.dense)

@@ -16,7 +16,6 @@ from eqxbatch import (
     filter_batch_kernel,
     FrobeniusNorm,
     HostStore,
-    KernelAlignment,
     KernelProduct,
     TopK,
     ZarrStore,
@@ -193,10 +192,7 @@ def _kept(draw: Draw) -> Case:
     stores = ["device", "device", "host", "jit"]
     if dtype != "bfloat16":
         stores += ["zarr"]
-        if "symmetric" in settings and sides.y is None and kernel.text != "behind":
-            stores += ["upper", "upper"]
     store = draw.one_of(*stores)
-    is_upper = store == "upper"
     fun = function(kernel, axis, is_given, scale)
     extra = {"given": scale} if is_given else {}
 
@@ -204,13 +200,13 @@ def _kept(draw: Draw) -> Case:
         with contextlib.ExitStack() as stack:
             if store == "host":
                 settings["store"] = HostStore()
-            if store in ("zarr", "upper"):
+            if store == "zarr":
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
-                settings["store"] = ZarrStore(f"{folder}/k", upper_only=is_upper)
+                settings["store"] = ZarrStore(f"{folder}/k")
             run = filter_batch_kernel(fun, **settings)
             run = eqx.filter_jit(run) if store == "jit" else run
             out = run(*sides.args, **extra)
-            if store in ("zarr", "upper"):
+            if store == "zarr":
                 out = jtu.tree_map(
                     lambda x: read(x, kernel.text),
                     out,
@@ -271,16 +267,11 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
     """A reduction, what it must return from a dense kernel, and a description."""
     n1, n2 = sides.totals
     rng = draw.numbers()
-    real = "float32" if dtype == "int32" else dtype
     options = ["KernelProduct", "KernelProduct"]
     if dtype != "int32":
         options.append("FrobeniusNorm")
         if kind_of(jnp.dtype(dtype)) == "float" and kernel.out_axes == (0, 1):
-            options += (
-                ["KernelAlignment", "TopK", "TopK", "TopK"]
-                if kernel.text != "outputs"
-                else []
-            )
+            options += ["TopK"] * 3 * (kernel.text != "outputs")
     if kernel.text == "masked":
         options = ["TopK"]
     if kernel.text != "masked" and min(n1, n2) == 0:
@@ -300,23 +291,6 @@ def _draw_reduction(draw: Draw, sides: Sides, dtype: str, kernel: Kernel) -> tup
             lambda k: (product(k, wide), product(np.abs(k), np.abs(wide))),
             f"{name}{shape}",
         )
-    if name == "KernelAlignment":
-        first = make(rng, draw.one_of((n1,), (n1, 2)), real)
-        other = (
-            None
-            if n1 == n2 and draw.flag()
-            else make(rng, (n2, *first.shape[1:]), real)
-        )
-        y1, y2 = widen(first), widen(first if other is None else other)
-        y1, y2 = (y.reshape(len(y), -1) if y.size else y[:, None] for y in (y1, y2))
-
-        def align(k: np.ndarray) -> Any:
-            target = y1 @ y2.T if y1.size and y2.size else np.zeros((n1, n2))
-            with np.errstate(all="ignore"):
-                norms = np.linalg.norm(k) * np.linalg.norm(target)
-                return (k * target).sum() / norms, 1.0
-
-        return KernelAlignment(first, other), align, name
     without_self = sides.y is None and n2 > 1 and draw.flag(0.4)
     num = 1 + draw.below(max(n2 - without_self, 1))
 

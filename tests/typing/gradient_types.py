@@ -6,6 +6,7 @@ from typing import Any, assert_type
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from equinox.nn import MLP
 from jaxtyping import Array, Float
 
@@ -13,6 +14,7 @@ from eqxbatch import (
     filter_micro_grad,
     filter_micro_value_and_grad,
     Mean,
+    parameters,
     Sum,
     Variance,
 )
@@ -55,6 +57,13 @@ watched = filter_micro_value_and_grad(loss, return_norms=True)
 assert_type(watched(model, x, y), Any)
 with_aux = filter_micro_value_and_grad(loss_with_aux, has_aux=True)
 assert_type(with_aux(model, x, y), Any)
+
+
+# Optax takes the parameters of a model.
+optimiser = optax.adam(1e-3)
+state = optimiser.init(parameters(model, where=lambda m: m.layers[-1]))
+state = optimiser.init(parameters(model))
+updates, state = optimiser.update(parameters(model), state, parameters(model))
 
 
 # As decorators.

@@ -404,7 +404,7 @@ HINTS = [
         "filter_micro_vmap",
         lambda: eqxbatch.filter_micro_vmap(lambda x: norm(x, state)[0])(x),
         NameError,
-        "uses a named axis, as BatchNorm .* Pass this name as `axis_name`: .*inference",
+        "uses a named axis, `batch`, as Batch.* Pass this name as `axis_name`: .*inf",
     ),
     Case(
         "filter_microbatch",

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 import eqxbatch
-from eqxbatch.results import LeafCheck, LeafReport, SitesCheck, SitesReport, Unravel
+from eqxbatch.results import LeafReport, SitesReport, Unravel
 from .cases import Case, key, loss, model, w, x, y
 
 
@@ -469,12 +469,6 @@ CURVATURE = [
 SITES = [
     Case(
         "explain_sites",
-        lambda: explain(w, w, check="no"),
-        TypeError,
-        "`check` must be bool; got 'no'",
-    ),
-    Case(
-        "explain_sites",
         lambda: eqxbatch.explain_sites("loss", w, w),
         TypeError,
         "`fun` must be Callable; got 'loss'",
@@ -514,29 +508,5 @@ SITES = [
         lambda: LeafReport("a", (3,), (), 1, 0.0, 0.0, None, "", None),
         TypeError,
         "`contraction` must be str",
-    ),
-    Case(
-        "SitesCheck",
-        lambda: SitesCheck((), None, 3, "float64", None),
-        TypeError,
-        "`whole` must be LeafCheck",
-    ),
-    Case(
-        "SitesCheck",
-        lambda: SitesCheck((), LeafCheck("all"), "3", "float64", None),
-        TypeError,
-        "`num_examples` must be int",
-    ),
-    Case(
-        "LeafCheck",
-        lambda: LeafCheck(3),
-        TypeError,
-        "`path` must be str; got 3",
-    ),
-    Case(
-        "LeafCheck",
-        lambda: LeafCheck("a", gradient="large"),
-        TypeError,
-        "`gradient` must be float",
     ),
 ]

@@ -10,10 +10,11 @@ from .first_mistakes import FIRST
 from .of_curvature import CURVATURE, SITES
 from .of_kernels import FUNCTIONS, MODELS
 from .of_maps import ACCUMULATORS, GRADIENTS, MAPS, STREAMS
+from .remedies import REMEDIES
 
 
 CASES = [*MAPS, *GRADIENTS, *ACCUMULATORS, *CURVATURE, *SITES, *FUNCTIONS, *MODELS]
-CASES += [*STREAMS, *FIRST]
+CASES += [*STREAMS, *FIRST, *REMEDIES]
 
 
 def is_more_than_two():

@@ -1,0 +1,107 @@
+"""The rows of some examples: their arrays, and what else there is for each of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Int
+
+from .._base.checks import is_none
+from .._base.mesh import vary_as
+from .._base.trees import safe_zip
+from .blocks import Block, block_struct
+
+
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of some examples, and what comes with each of them.
+
+    - `arrays`, `axes`: the arrays of the examples, and the batch axis of each. It is
+        None for an array that all examples share. Arrays without rows stand for those
+        whose rows are read in blocks.
+    - `total`: the number of examples.
+    - `keys`: what the random keys of the examples are made of, if anything is drawn.
+    - `weights`: the weights of the examples, if they have any.
+    - `bounds`: bounds on norms, with one number for each example.
+    - `shares`: the share that each example has in a microbatch which overlaps another;
+        see `Block.shares`.
+    """
+
+    arrays: list
+    axes: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+    total: int = dataclasses.field(metadata={"static": True})
+    keys: Any = None
+    weights: Any = None
+    bounds: Any = ()
+    shares: Any = None
+
+    @property
+    def are_stored(self) -> bool:
+        """Whether these are not in memory."""
+        pairs = safe_zip(self.arrays, self.axes)
+        return any(
+            axis is not None and x.shape[axis] != self.total for x, axis in pairs
+        )
+
+    def with_(self, **more: Any) -> "Rows":
+        """The same examples, with `weights`, `keys`, `bounds` or `shares`."""
+        return dataclasses.replace(self, **more)
+
+    def weighted(self) -> "Rows":
+        """The same rows, with the shares of the examples as a part of their weights."""
+        if self.shares is None:
+            return self
+        weights = self.shares
+        if self.weights is not None:
+            weights = self.weights.astype(weights.dtype) * weights
+        return self.with_(weights=weights, shares=None)
+
+    def at(self, block: Block) -> "Rows":
+        """The rows of a microbatch."""
+        return self.mapped(block.take, block.size)
+
+    def slice(self, start: int | Int[Array, ""], size: int) -> "Rows":
+        """A number of rows, starting at a given one."""
+        if size == self.total:
+            return self
+        cut = lambda x, axis: lax.dynamic_slice_in_dim(x, start, size, axis)
+        return self.mapped(cut, size)
+
+    def structs(self, size: int) -> "Rows":
+        """The types of a number of rows."""
+        return self.mapped(lambda x, axis: block_struct(x, axis, size), size)
+
+    def one(self) -> "Rows":
+        """An example of zeros, for computations that do not depend on its values."""
+
+        def zero(x: Array, axis: int) -> Array:
+            shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+            return vary_as([x], jnp.zeros(shape, x.dtype))
+
+        return self.mapped(zero, 1)
+
+    def example(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The types of one example, without the batch axes."""
+
+        def struct(x: Array, axis: int) -> jax.ShapeDtypeStruct:
+            shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+            is_weak = jax.typeof(x).weak_type
+            return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=is_weak)
+
+        return tuple(jtu.tree_leaves(self.mapped(struct, 1)))
+
+    def mapped(self, fun: Callable[[Any, int], Any], total: int) -> "Rows":
+        """The rows of `total` examples: `fun(x, axis)` for each array that has some."""
+        leaves, treedef = jtu.tree_flatten(self, is_leaf=is_none)
+        # All but the arrays have the examples along axis 0.
+        axes = (*self.axes, *(0 for _ in leaves[len(self.axes) :]))
+        changed = [
+            x if x is None or axis is None else fun(x, axis)
+            for x, axis in safe_zip(leaves, axes)
+        ]
+        return dataclasses.replace(treedef.unflatten(changed), total=total)
