@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree, Shaped
 
 from .._base.mesh import spec_of, with_type_of
 from .._base.types import check_fields
+from .arguments import Dtype, Primals, Tangents, Typed
 from .blocks import are_split, Block, Blocks, merge_parts, split_parts
 
 
@@ -199,7 +200,7 @@ class Concat(AbstractAccumulator[Array]):
     ) -> Shaped[Array, "..."]:
         return jnp.moveaxis(values, 0, self.axis)
 
-    def extent(self, value: Any, blocks: Blocks) -> int:
+    def extent(self, value: Typed, blocks: Blocks) -> int:
         """The number of rows of the result, from the value of a full microbatch."""
         rows = value.shape[self.axis_of(value)]
         # A result with as many rows as examples (or a multiple) scales with the size;
@@ -207,12 +208,12 @@ class Concat(AbstractAccumulator[Array]):
         per_example, per_block = divmod(rows, blocks.size)
         return rows * blocks.num if per_block else per_example * blocks.total
 
-    def parts_of(self, value: Any, block: Block) -> int:
+    def parts_of(self, value: Typed, block: Block) -> int:
         """The parts that the rows of a value come from; 1 if rows are not examples."""
         rows = value.shape[self.axis_of(value)]
         return 1 if rows % block.size else block.parts
 
-    def axis_of(self, value: Any) -> int:
+    def axis_of(self, value: Typed) -> int:
         """`axis` as a non-negative number."""
         if not -len(value.shape) <= self.axis < len(value.shape):
             raise ValueError(
@@ -249,7 +250,7 @@ class Last(AbstractAccumulator[Array]):
     of_last: ClassVar[bool] = True
     keeps_weak: ClassVar[bool] = True
 
-    def init(self, value: Any, blocks: Blocks) -> Shaped[Array, "..."]:
+    def init(self, value: _Struct, blocks: Blocks) -> Shaped[Array, "..."]:
         # If batches follow, an empty one can be the first.
         if blocks.total == 0 and not blocks.continues:
             raise ValueError(
@@ -299,9 +300,9 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
     def pick(x: Array, y: Array, /) -> Array:
         """The elementwise larger or smaller of two results."""
 
-    def init(self, value: Any, blocks: Blocks) -> _Extreme:
+    def init(self, value: _Struct, blocks: Blocks) -> _Extreme:
         struct = value.value if isinstance(value, _Extreme) else value
-        identity = _identity(type(self).__name__, struct.dtype, self.sign)
+        identity = _before_any(type(self).__name__, struct.dtype, self.sign)
         extreme = jnp.full(struct.shape, identity, struct.dtype)
         return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
 
@@ -324,7 +325,7 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
         return state.value
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
-        _identity(type(self).__name__, values.dtype, self.sign)
+        _before_any(type(self).__name__, values.dtype, self.sign)
         extreme = values.max(axis=0) if self.sign < 0 else values.min(axis=0)
         count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
         return _Extreme(extreme, count)
@@ -401,13 +402,13 @@ def _picked(pick: Callable, x: Array, y: Array, share: Array) -> Array:
 
 
 @_picked.defjvp
-def _picked_jvp(pick: Callable, primals: tuple, tangents: tuple) -> tuple:
+def _picked_jvp(pick: Callable, primals: Primals, tangents: Tangents) -> tuple:
     x, y, share = primals
     t_x, t_y, _ = tangents
     return pick(x, y), share * t_x + (1 - share) * t_y
 
 
-def _identity(name: str, dtype: Any, sign: int) -> Any:
+def _before_any(name: str, dtype: Dtype, sign: int) -> Any:
     if jnp.issubdtype(dtype, jnp.floating):
         if np.isinf(np.asarray(np.inf, dtype)):
             return sign * np.inf

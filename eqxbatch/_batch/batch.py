@@ -35,6 +35,7 @@ from .._base.trees import (
     safe_zip,
     with_shapes_of_arrays,
 )
+from .arguments import Arguments, CallArguments, KeyPath, Leaves, RowArrays
 from .blocks import Blocks
 from .reading import is_state
 from .rows import Rows
@@ -50,7 +51,7 @@ def broadcast_axes(
     """
     places = match_prefix(name, spec, tree, "a PyTree prefix of what it describes")
 
-    def axis_of(axis: Any, part: PyTree, leaf: Any) -> Any:
+    def axis_of(axis: PyTree, part: PyTree, leaf: PyTree) -> Any:
         if not callable(axis):
             return axis
         if shares_states and is_state(part):
@@ -66,7 +67,7 @@ def broadcast_axes(
     ]
 
 
-def _resolve_axis(name: str, axis: Any) -> int | None:
+def _resolve_axis(name: str, axis: object) -> int | None:
     if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
         return axis
     raise ValueError(
@@ -99,9 +100,17 @@ _POSITIONAL = (
 )
 
 
+# The axes of positional arguments, and of keyword arguments.
+_CallAxes = tuple[PyTree, dict[str, PyTree]]
+
+
 def split_axes(
-    fun: Callable, in_axes: PyTree, args: tuple, kwargs: dict, default: Any
-) -> tuple[PyTree, PyTree]:
+    fun: Callable,
+    in_axes: PyTree,
+    args: Arguments,
+    kwargs: dict[str, Any],
+    default: PyTree,
+) -> _CallAxes:
     """Splits `in_axes` into the axes of `args` and those of `kwargs`.
 
     `in_axes` is a prefix of `args`, or a dict by argument name. Arguments that it does
@@ -135,13 +144,13 @@ class Batch(eqx.Module):
     shared: list
     treedef: Any = eqx.field(static=True)
 
-    def arguments(self, arrays: list) -> tuple[tuple, dict]:
+    def arguments(self, arrays: RowArrays) -> CallArguments:
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self.shared]
         return with_shapes_of_arrays(jtu.tree_unflatten(self.treedef, leaves))
 
-    def call(self, fun: Callable, arrays: list) -> PyTree:
+    def call(self, fun: Callable, arrays: RowArrays) -> PyTree:
         """Calls `fun` with `arrays` as the batched leaves."""
         args, kwargs = self.arguments(arrays)
         return called(fun, args, kwargs)
@@ -175,6 +184,7 @@ class Batch(eqx.Module):
                 "with all arguments, where the transform has it."
                 f"{_not_arrays(self.shared)}"
             )
+        # One size must remain: that of all arrays, and of `axis_size` if it is given.
         totals = {*sizes} if axis_size is None else {*sizes, axis_size}
         if len(totals) > 1:
             listing = [
@@ -197,7 +207,7 @@ class Batch(eqx.Module):
         return totals.pop()
 
 
-def _not_arrays(leaves: list) -> str:
+def _not_arrays(leaves: Leaves) -> str:
     """The remedy for arguments that are mistaken for arrays, if there are any."""
     for x in leaves:
         if eqx.is_array(x) or isinstance(x, type):
@@ -225,8 +235,8 @@ BEFORE_BATCHES: contextvars.ContextVar[Sequence] = contextvars.ContextVar(
 def split_batch(
     fun: Callable,
     in_axes: PyTree,
-    args: tuple,
-    kwargs: dict,
+    args: Arguments,
+    kwargs: dict[str, Any],
     *,
     shares_states: bool = False,
     num_leading: int | None = 0,
@@ -251,8 +261,10 @@ def split_batch(
     _check_lists(args_spec, args, parameters)
     _check_lists(kwargs_spec, kwargs, [*kwargs])
 
+    # A state gets another remedy: most want it shared, with an `axis_name`.
     parts = jtu.tree_leaves((args, kwargs), is_leaf=is_state)
     in_states = [is_state(part) for part in parts for _ in jtu.tree_leaves(part)]
+    # What is not batched stays in place, so that a call is put together without axes.
     arrays, batch_axes, names, shared = [], [], [], []
     in_batched_states = []
     for (path, leaf), axis, in_state in safe_zip(paths, axes, in_states):
@@ -314,7 +326,7 @@ _STATE_REMEDY = (
 
 
 def _scalar_remedy(
-    path: tuple, args: tuple, axes: list, num_leading: int | None
+    path: KeyPath, args: Arguments, axes: list[int | None], num_leading: int | None
 ) -> str:
     """What to do with a scalar, with an example of `in_axes` for an argument."""
     in_kwargs, argument, *rest = path
@@ -342,7 +354,7 @@ def no_ref(name: str) -> str:
     )
 
 
-def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:
+def _check_lists(spec: PyTree, arguments: PyTree, names: list[str]) -> None:
     """Raises for an argument that is a list of numbers, which would not be batched.
 
     None in the prefix of axes says that the list is shared by all examples.
@@ -363,13 +375,13 @@ def _check_lists(spec: PyTree, arguments: Any, names: list[str]) -> None:
                 )
 
 
-def unbatched(args: tuple, kwargs: dict) -> Batch:
+def unbatched(args: Arguments, kwargs: dict[str, Any]) -> Batch:
     """The arguments of a call without a batch."""
     leaves, treedef = jtu.tree_flatten((args, kwargs))
     return Batch([], (), (), leaves, treedef)
 
 
-def leaf_name(path: tuple, parameters: list[str]) -> str:
+def leaf_name(path: KeyPath, parameters: list[str]) -> str:
     """The name of a leaf of `(args, kwargs)`."""
     in_kwargs, argument, *rest = path
     name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]

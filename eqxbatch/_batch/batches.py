@@ -28,7 +28,7 @@ from .store import (
 )
 
 
-def arguments_of(batch: Any) -> tuple:
+def arguments_of(batch: PyTree) -> tuple:
     """The arguments that a batch is.
 
     A tuple or list is several. What JAX knows as a structure of another kind is one: a
@@ -40,7 +40,7 @@ def arguments_of(batch: Any) -> tuple:
     return tuple(batch) if is_plain else (batch,)
 
 
-def iterate(batches: Any) -> Iterator[Any]:
+def iterate(batches: PyTree) -> Iterator[Any]:
     """Iterates over batches, so that no error of a reader is taken for their end.
 
     Python takes an `IndexError` for the end of what has no `__iter__`, and of each
@@ -52,14 +52,14 @@ def iterate(batches: Any) -> Iterator[Any]:
     return iter(batches) if num is None else (batches[i] for i in range(num))
 
 
-def length_of(batches: Any) -> int | None:
+def length_of(batches: PyTree) -> int | None:
     try:
         return len(batches)
     except TypeError:
         return None
 
 
-def put_on_devices(sharding: Sharding | None, of_host: Callable, x: Any) -> Any:
+def put_on_devices(sharding: Sharding | None, of_host: Callable, x: PyTree) -> Any:
     """An array on the devices; everything else as it is."""
     if not hasattr(x, "__array__"):
         return x
@@ -82,7 +82,7 @@ def naming_batch(number: int) -> Iterator[None]:
         raise
 
 
-def fitting_sharding(sharding: Sharding, x: Any) -> Sharding:
+def fitting_sharding(sharding: Sharding, x: Array | np.ndarray) -> Sharding:
     """A sharding, or all rows on each device if they cannot be shared equally."""
     if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
         names = names_of([*partitions(sharding.spec), None][0])
@@ -110,7 +110,7 @@ def fetched_rows(rows: list[Array]) -> list[Any]:
     return multihost_utils.process_allgather(rows, tiled=True)
 
 
-def iterates_only(x: Any) -> bool:
+def iterates_only(x: object) -> bool:
     """Whether something has batches, such as a generator or a loader, but no slices."""
     if isinstance(x, Iterator):
         return True
@@ -168,13 +168,13 @@ def write_rows(
         writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
 
 
-def struct_of(x: Any) -> Any:
+def type_of_leaf(x: PyTree) -> Any:
     if not eqx.is_array(x):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
-def kind_of(x: Any) -> str:
+def kind_of(x: PyTree) -> str:
     """What all batches have in common in a leaf."""
     if not eqx.is_array(x) and not is_struct(x):
         return shown(x)

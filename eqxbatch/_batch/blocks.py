@@ -125,7 +125,7 @@ class Block(eqx.Module):
         return jnp.where(is_both, 0.5, 1.0).astype(jnp.result_type(float))
 
     def new(
-        self, values: Shaped[Array, "size ..."], other: Any = 0
+        self, values: Shaped[Array, "size ..."], other: complex | Array = 0
     ) -> Shaped[Array, "size ..."]:
         """`values` of its new examples, and `other` in place of the repeated ones."""
         if isinstance(self.repeated, int) and self.repeated == 0:
@@ -160,16 +160,17 @@ class Block(eqx.Module):
         if array.shape[axis] < self.size:  # There are no examples at all.
             shape = (*array.shape[:axis], self.size, *array.shape[axis + 1 :])
             return jnp.zeros(shape, array.dtype)
+        # In order, a block has rows of all devices; otherwise, a share of each of them.
         if self.in_order:
-            return _rows(whole_rows(array, axis), self.start, self.size, axis)
+            return _block_of_rows(whole_rows(array, axis), self.start, self.size, axis)
         if not are_split(array, axis, self.parts):
-            return _rows(array, self.start, self.size, axis)
+            return _block_of_rows(array, self.start, self.size, axis)
         array = split_parts(array, axis, self.parts)
         start, size = self.start // self.parts, self.size // self.parts
-        return merge_parts(_rows(array, start, size, axis + 1), axis)
+        return merge_parts(_block_of_rows(array, start, size, axis + 1), axis)
 
 
-def _rows(
+def _block_of_rows(
     array: Shaped[Array, "..."], start: int | Int[Array, ""], size: int, axis: int
 ) -> Shaped[Array, "..."]:
     if isinstance(start, int):
@@ -209,7 +210,7 @@ def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
 
 
 def _reshape(
-    x: Shaped[Array, "..."], shape: tuple[int, ...], spec: list
+    x: Shaped[Array, "..."], shape: tuple[int, ...], spec: list[Any]
 ) -> Shaped[Array, "..."]:
     if not is_explicit(x):
         return x.reshape(shape)

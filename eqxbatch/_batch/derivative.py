@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,6 +18,7 @@ from .._base.structs import array_structs
 from .._base.traced_function import TracedFunction
 from .._base.trees import difference, safe_zip, shown
 from .accumulators import Concat
+from .arguments import Arguments, RowArrays
 from .batch import Batch, unbatched
 from .loop import accumulated, run_blocks
 from .loss import Loss, split_examples
@@ -54,7 +55,7 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
     Python numbers are accepted as scalar arrays.
     """
 
-    def as_array(x: Any, like: Any) -> Any:
+    def as_array(x: PyTree, like: PyTree) -> Any:
         is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
         return jnp.asarray(x, like.dtype) if is_number else x
 
@@ -68,6 +69,20 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
             f"differentiated, {shown(diff)}; got {shown(vector)}. {remedy}"
         )
     return jtu.tree_leaves(arrays)
+
+
+class SplitArgument(NamedTuple):
+    """The differentiated part of an argument, and the rest of it."""
+
+    diff: PyTree
+    nondiff: PyTree
+
+
+class Totals(NamedTuple):
+    """Sums over examples, and what there is for each of them."""
+
+    sums: Any
+    aux: Any
 
 
 class AbstractDerivative(AbstractTransform):
@@ -110,14 +125,14 @@ class AbstractDerivative(AbstractTransform):
         """The name of an axis that couples the examples of a microbatch, if any."""
         return None
 
-    def batch(self, args: tuple, kwargs: dict[str, Any]) -> Batch:
+    def batch(self, args: Arguments, kwargs: dict[str, Any]) -> Batch:
         """The arguments of a call; the first one is not batched."""
         if self.in_axes is None:
             return unbatched(args, kwargs)
         fun, shares = self.__wrapped__, self.coupling_axis is not None
         return split_examples(fun, self.in_axes, args, kwargs, shares_states=shares)
 
-    def parameters(self, args: tuple, kwargs: dict[str, Any]) -> tuple[PyTree, PyTree]:
+    def parameters(self, args: Arguments, kwargs: dict[str, Any]) -> SplitArgument:
         """The differentiated part of the first argument, and the rest of it.
 
         Raises `TypeError` for dtypes that do not fit `holomorphic`. Warns of Python
@@ -140,9 +155,9 @@ class AbstractDerivative(AbstractTransform):
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)
-        return diff, nondiff
+        return SplitArgument(diff, nondiff)
 
-    def loss_of(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
+    def loss_of(self, args: Arguments, kwargs: dict[str, Any]) -> Loss:
         """The function and its arguments in a call of the transformed function."""
         if self.second_argument is not None:
             args = (*args[:1], *args[2:])
@@ -186,7 +201,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         }
         check_has_batch(self.in_axes, of_batch)
 
-    def in_microbatches(self, args: tuple, kwargs: dict[str, Any]) -> Loss:
+    def in_microbatches(self, args: Arguments, kwargs: dict[str, Any]) -> Loss:
         """Like `loss_of`, with the batch cut into microbatches."""
         loss = self.loss_of(args, kwargs)
         if self.in_axes is None:
@@ -200,7 +215,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         program: TracedFunction,
         sums: Callable[[list, Real[Array, " n"] | None], list],
         per_example: Callable[[list], PyTree],
-    ) -> tuple[list, PyTree]:
+    ) -> Totals:
         """Accumulates results over all microbatches.
 
         `sums(rows, weights)` returns (weighted) sums over a microbatch, and
@@ -210,16 +225,17 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         """
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
-            return sums([], None), per_example([])
+            return Totals(sums([], None), per_example([]))
         if not program.backward.is_linear:
             sums = weighted_after(sums, loss.batch.axes)
         batch = rows_and_weights(accumulator, loss.batch)
         padding = Padding.of(batch)
 
-        def run(rows: Rows) -> tuple[list[Array], PyTree]:
+        def run(rows: Rows) -> Totals:
             rows = rows.weighted()
             counting = rows if padding is None else padding.replaced(rows)
 
+            # In float16, sums may overflow where a share of them does not.
             def shares(weights: Array | None, share: float) -> list[Array]:
                 if share != 1:
                     ones = jnp.ones(rows.total) if weights is None else weights
@@ -231,11 +247,11 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
             # Of rows that do not count, one took the place of all: leave it out, too.
             if padding is not None and rows.weights is not None:
                 totals = unless_padding(totals, rows.weights)
-            return totals, per_example(rows.arrays)
+            return Totals(totals, per_example(rows.arrays))
 
-        def slots(output: tuple[list, PyTree]) -> Slots:
-            of_examples = Concat() if array_structs(output[1]) else None
-            return as_slots((OfTotals(accumulator), of_examples), output)
+        def slots(output: Totals) -> Slots:
+            of_examples = Concat() if array_structs(output.aux) else None
+            return as_slots(Totals(OfTotals(accumulator), of_examples), output)
 
         return run_blocks(run, batch, blocks, slots)
 
@@ -251,7 +267,7 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
     backward pass.
     """
 
-    def of_one(rows: list) -> list:
+    def of_one(rows: RowArrays) -> list:
         return sums([jnp.expand_dims(x, a) for x, a in safe_zip(rows, axes)], None)
 
     def of_each(rows: Rows) -> list[Array]:
@@ -262,7 +278,7 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
             for x in map(widened, results)
         ]
 
-    def weighted(rows: list, weights: Real[Array, " n"] | None) -> list:
+    def weighted(rows: RowArrays, weights: Real[Array, " n"] | None) -> list:
         total = rows[0].shape[axes[0]]
         weights = jnp.ones(total) if weights is None else weights
         both = Rows(rows, tuple(axes), total, weights=weights)

@@ -125,7 +125,11 @@ def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
 
 
 def check_record(
-    name: str, path: pathlib.Path, saved: dict, expected: dict, what: str
+    name: str,
+    path: pathlib.Path,
+    saved: dict[str, Any],
+    expected: dict[str, Any],
+    what: str,
 ) -> None:
     """Raises `ValueError` if a folder belongs to something else than expected."""
     parts = [

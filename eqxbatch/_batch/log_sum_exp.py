@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Inexact, Shaped
+from jaxtyping import Array, Inexact, PyTree, Shaped
 
 from .._base.dtypes import accumulation_dtype, widened
 from .._base.types import check_fields
@@ -69,7 +69,7 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
 
     __check_init__ = check_fields
 
-    def init(self, value: Any, blocks: Blocks) -> _Exponentials:
+    def init(self, value: PyTree, blocks: Blocks) -> _Exponentials:
         value = jax.eval_shape(self._whole, value)
         # Not even in half precision do sums overflow.
         total = widened(jnp.zeros(value.log_total.shape, value.log_total.dtype))
@@ -103,7 +103,7 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         log_totals = block.new(whole.log_total, -jnp.inf)
         return _LogTotal(_log_sum_exp(log_totals), whole.dtype)
 
-    def _whole(self, value: Any) -> _LogTotal:
+    def _whole(self, value: Array | _LogTotal) -> _LogTotal:
         if isinstance(value, _LogTotal):
             return value
         dtype = accumulation_dtype("LogSumExp", value.dtype, self.dtype, inexact=True)

@@ -80,14 +80,16 @@ def run_blocks(
     if is_one and limit is None and not checkpoint and passes is None:
         return _at_once(fun, rows, blocks, slots_of)
 
-    full = _traced(fun, rows, blocks.size, blocks)
+    # Rows of two microbatches run twice, which effects forbid, for example.
+    full = _traced_block(fun, rows, blocks.size, blocks)
     if blocks.overlaps and runs_once(full.closed):
         blocks = dataclasses.replace(blocks, overlaps=False)
-        full = _traced(fun, rows, blocks.size, blocks)
+        full = _traced_block(fun, rows, blocks.size, blocks)
+    # A remainder has its own program, whose results must fit those of the others.
     slots, remainder = slots_of(full.output), full
     if blocks.num_full > 0 and blocks.remainder > 0 and not blocks.overlaps:
-        remainder = _traced(fun, rows, blocks.remainder, blocks)
-        _check_same(full.output, remainder.output, blocks)
+        remainder = _traced_block(fun, rows, blocks.remainder, blocks)
+        _check_remainder(full.output, remainder.output, blocks)
         _check_rows(slots.slots, full.output, remainder.output, blocks)
 
     run = Run(
@@ -102,7 +104,8 @@ def run_blocks(
         blocks=blocks,
         checkpoint=checkpoint,
     )
-    compute = _results if passes is None else passes.wrapped(_results)
+    # A stream wraps the run: it brings states from before, and keeps those after it.
+    compute = _results_of_run if passes is None else passes.wrapped(_results_of_run)
     return slots.combine(compute(run))
 
 
@@ -126,7 +129,7 @@ class _TracedBlock:
         return jax.eval_shape(evaluate, array_structs(self.structs))
 
 
-def _traced(
+def _traced_block(
     fun: MicrobatchFunction, rows: Rows, size: int, blocks: Blocks
 ) -> _TracedBlock:
     """The function of the rows of a microbatch of a given size, traced."""
@@ -139,7 +142,7 @@ def _traced(
     return _TracedBlock(without_refs(jaxpr), eqx.combine(struct, static), structs)
 
 
-def _results(run: Run) -> list[PyTree]:
+def _results_of_run(run: Run) -> list[PyTree]:
     """The results of all microbatches."""
     # JAX would call a derivative rule again after these axis names are unbound.
     if any(axis_names(jaxpr) for jaxpr in (run.full, run.remainder)):
@@ -171,7 +174,10 @@ def runs_once(closed: JaxprAndConsts) -> bool:
 
 
 def _in_order_of_examples(
-    slot: OutputAccumulator, value: Any, result: Any, blocks: Blocks
+    slot: OutputAccumulator,
+    value: PyTree,
+    result: PyTree,
+    blocks: Blocks,
 ) -> Any:
     """A result, with its rows in the order of the examples."""
     if slot.concat is None:
@@ -197,6 +203,7 @@ def _at_once(
     outs, static = eqx.partition(output, eqx.is_array)
     slots = accumulators(eqx.combine(jax.eval_shape(lambda x: x, outs), static))
     leaves = jtu.tree_leaves(outs)
+    # Accumulators see what they would see in a loop, whose carries have no weak types.
     strong = [as_strong(x) for x in leaves]
 
     def result(slot: OutputAccumulator) -> PyTree:
@@ -228,6 +235,7 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
     """
     by_number = {i: slot for slot in slots.slots for i in slot.indices}
     numbered = with_arrays(output, range(len(by_number)))
+    # The numbers of its arrays say which accumulators a sparse array has.
     for (path, x), (_, numbers) in safe_zip(*map(sparse_nodes, (output, numbered))):
         if not all(map(is_struct, x.tree_flatten()[0])):
             continue  # The others are the same for all examples.
@@ -264,9 +272,10 @@ def _check_needs_none(slots: Slots) -> None:
             )
 
 
-def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
+def _check_remainder(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
     alike = functools.partial(with_shapes_of_arrays, is_sized=False)
     output, remainder = alike(output), alike(remainder)
+    # What is no array is returned once, for all microbatches.
     arrays, static = eqx.partition(output, is_struct)
     other_arrays, other_static = eqx.partition(remainder, is_struct)
     if not eqx.tree_equal(static, other_static):
@@ -276,6 +285,7 @@ def _check_same(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
             f"remainder of {blocks.remainder}. Return it as an array, or choose a "
             f"microbatch size that divides {blocks.total}."
         )
+    # Sizes may differ, as there are fewer rows; structure, dtype and rank may not.
     ranks = [
         (jtu.tree_structure(tree), [(x.dtype, x.ndim) for x in jtu.tree_leaves(tree)])
         for tree in (arrays, other_arrays)

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree, Real
+from jaxtyping import Array, PyTree
 
 from .._base.checks import called, unseen_arrays
 from .._base.mesh import vary_as
@@ -17,6 +17,7 @@ from .._base.structs import is_struct, vary
 from .._base.traced_function import TracedFunction
 from .._base.trees import described, shown
 from .._base.versions import varying
+from .arguments import Arguments, OutputAndAux, RowArrays, ValueAndAux
 from .batch import Batch, positional_names, split_batch
 from .blocks import Blocks
 from .memory import explained_failure, OTHER_AXIS_NAME
@@ -27,7 +28,7 @@ from .reading import is_state
 def split_examples(
     fun: Callable,
     in_axes: PyTree,
-    args: tuple,
+    args: Arguments,
     kwargs: dict[str, Any],
     *,
     shares_states: bool = False,
@@ -37,6 +38,7 @@ def split_examples(
     `shares_states` is as for `split_batch`.
     """
     num = len(args) - 1
+    # A dict names arguments, so that it could give an axis to the first one.
     if isinstance(in_axes, dict):
         (first,) = positional_names(fun, 1)
         if in_axes.get(first) is not None:
@@ -114,12 +116,12 @@ class Loss(eqx.Module):
         diff = jtu.tree_map(lambda x: vary(x, names), self.diff)
         return dataclasses.replace(self, diff=diff)
 
-    def __call__(self, diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+    def __call__(self, diff: PyTree, rows: RowArrays) -> ValueAndAux:
         """Value and aux for one example, or for a microbatch."""
         value, aux = self.outputs(diff, rows)
         return check_value(value, self.holomorphic), aux
 
-    def outputs(self, diff: PyTree, rows: list) -> tuple[PyTree, PyTree]:
+    def outputs(self, diff: PyTree, rows: RowArrays) -> OutputAndAux:
         """The output of the function, of any type, and aux."""
         (_, *rest), kwargs = self.batch.arguments(rows)
         first = eqx.combine(diff, self.nondiff)
@@ -136,7 +138,7 @@ class Loss(eqx.Module):
             )
         return out
 
-    def together(self, diff: PyTree, rows: list) -> tuple[Real[Array, " n"], PyTree]:
+    def together(self, diff: PyTree, rows: RowArrays) -> ValueAndAux:
         """Values and aux of the examples of a microbatch, along axis 0.
 
         An `equinox.nn.State` in aux is that of the microbatch.
@@ -144,13 +146,14 @@ class Loss(eqx.Module):
         call = functools.partial(self, diff)
         other_name = OTHER_AXIS_NAME.format(self.axis_name)
 
-        def one(rows: list) -> tuple[Array, PyTree, PyTree]:
+        def one(rows: RowArrays) -> tuple[Array, PyTree, PyTree]:
             with explained_failure(
                 call, self.batch, "example", _IF_COUPLED, None, other_name
             ):
                 value, aux = call(rows)
             return value, *eqx.partition(aux, is_state, is_leaf=is_state)
 
+        # Coupled examples have one state, and each has its value and the rest of aux.
         in_axes, out_axes = ([*self.batch.axes],), (0, None, eqx.if_array(0))
         axes = {"in_axes": in_axes, "out_axes": out_axes, "axis_name": self.axis_name}
         mapped = eqx.filter_vmap(one, **axes)
@@ -217,7 +220,7 @@ class Loss(eqx.Module):
         return True
 
 
-def check_value(value: Any, holomorphic: bool = False, what: str = "fun") -> Array:
+def check_value(value: PyTree, holomorphic: bool = False, what: str = "fun") -> Array:
     kind = jnp.complexfloating if holomorphic else jnp.floating
     if eqx.is_array_like(value):
         value = jnp.asarray(value)

@@ -39,6 +39,7 @@ from .._base.trees import (
 )
 from .._base.types import check_types
 from .._base.versions import with_consts
+from .arguments import RowArrays
 from .batch import Batch
 from .machine import machine_bytes
 
@@ -73,6 +74,7 @@ def explained_failure(
         if kind == "example":
             calls = ("one example", example), ("a whole batch", batch.arrays)
         (what, rows), (other, other_rows) = calls
+        # Say with what it was called; and, if the other kind works, that it was meant.
         shapes = (
             f"{name} of shape {x.shape}" for name, x in safe_zip(batch.names, rows)
         )
@@ -95,7 +97,7 @@ OTHER_AXIS_NAME = "But `axis_name` is {!r}: pass the name that `fun` uses."
 _NAMED = "It uses a named axis, `{}`, as BatchNorm does in training mode."
 
 
-def _works(call: Callable[[list], Any], rows: list) -> bool:
+def _works(call: Callable[[list], Any], rows: RowArrays) -> bool:
     try:
         eqx.filter_eval_shape(call, rows)
     except Exception:

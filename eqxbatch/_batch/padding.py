@@ -8,8 +8,6 @@ The derivative with respect to a weight is the value of its row, also if the wei
 0. Where weights are differentiated, rows stay as they are.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from .._base.trees import safe_zip
+from .arguments import Dual, Primals, Tangents
 from .rows import Rows
 
 
@@ -88,7 +87,7 @@ def _counting(x: Array, row: Array, weights: Array, *, axis: int) -> Array:
 
 
 @_counting.def_jvp
-def _counting_jvp(primals: tuple, tangents: tuple, *, axis: int) -> tuple[Any, Any]:
+def _counting_jvp(primals: Primals, tangents: Tangents, *, axis: int) -> Dual:
     (x, row, weights), (t_x, _, t_weights) = primals, tangents
     if t_weights is not None:
         return x, t_x
@@ -103,7 +102,7 @@ def _unless_padding(total: Array, weights: Array) -> Array:
 
 
 @_unless_padding.def_jvp
-def _unless_padding_jvp(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
+def _unless_padding_jvp(primals: Primals, tangents: Tangents) -> Dual:
     (total, weights), (t_total, t_weights) = primals, tangents
     if t_weights is not None:
         return total, t_total

@@ -23,7 +23,7 @@ def are_parameters(
             f"to differentiate; got {shown(model)}.{no_arrays_remedy(model)}"
         )
     selected = _selected(model, filter_spec)
-    numbers = range(len(leaves)) if where is None else _numbers(model, where)
+    numbers = range(len(leaves)) if where is None else _python_numbers(model, where)
     chosen = [
         x is not _OTHER and i in numbers and eqx.is_inexact_array(leaf)
         for i, (x, leaf) in enumerate(safe_zip(selected, leaves))
@@ -82,7 +82,7 @@ def warn_of_numbers(
     if not suspects:
         return
     selected = _selected(model, filter_spec)
-    picked = range(len(leaves)) if where is None else _numbers(model, where)
+    picked = range(len(leaves)) if where is None else _python_numbers(model, where)
     # The default does not say that a number is left out on purpose.
     is_default = filter_spec is eqx.is_inexact_array
     missing = [
@@ -109,7 +109,7 @@ class _Number:
         raise _not_a_part("it takes a part of one")
 
 
-def _numbers(model: PyTree, where: Callable) -> set[int]:
+def _python_numbers(model: PyTree, where: Callable) -> set[int]:
     """The indices of the leaves that `where` picks."""
     leaves, treedef = jtu.tree_flatten(model)
     marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
@@ -131,7 +131,7 @@ WHERE_REMEDY = (
 )
 
 
-def as_where(where: Any) -> Any:
+def as_where(where: PyTree) -> Any:
     """A function that picks parts of a model.
 
     Raises `TypeError` for a mask or a part of the model. If it is a module, it can be

@@ -110,6 +110,7 @@ class Passes:
         example = rows.example()
         none = [None] * len(slots)
         zero = jnp.zeros((), jnp.int32)
+        # The first batch begins the pass, and says what examples of all others must be.
         if self.before is None:
             of_last = tuple(x.path for x in slots if x.accumulator.of_last)
             self.after.append(Pass(none, zero, zero, example, rows.axes, of_last))
@@ -122,6 +123,7 @@ class Passes:
                     "Examples must have the shapes, dtypes and weak types of those in "
                     f"the first batch, {pass_.example}; got {example}."
                 )
+        # Joined rows need no state. All others go on from that of the batches before.
         offset = pass_.num_microbatches, pass_.num_examples
         return [
             slot
@@ -138,6 +140,7 @@ class Passes:
         For what is joined, the states are the results of this batch.
         """
         pass_ = self.after[self.number]
+        # A batch for another pass leaves the states as they are.
         if self.before is not None:
             states = [
                 x if not s.continues else s.after(x) if self.runs else s.before
@@ -153,6 +156,7 @@ class Passes:
                 num_microbatches=pass_.num_microbatches + blocks.num,
             )
         self.after[self.number] = pass_
+        # The next pass of the call needs the results of this one, also partial ones.
         results = []
         for slot, state in safe_zip(slots, states):
             if slot.concat is None:

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .._base.trees import (
     shown,
@@ -12,22 +13,22 @@ from .._base.trees import (
 from .._base.types import check_unmasked
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: object) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
-def is_stored(x: Any) -> bool:
+def is_stored(x: object) -> bool:
     """Whether an array is not in memory: it has a shape, and is read by slices."""
     is_in_memory = eqx.is_array(x) and not isinstance(x, np.memmap)
     return not is_in_memory and hasattr(x, "__getitem__") and has_rows(x)
 
 
-def has_rows(x: Any) -> bool:
+def has_rows(x: object) -> bool:
     """Whether this is an array of any library, with at least one axis."""
     return bool(getattr(x, "shape", ()))
 
 
-def read_rows(x: Any, start: int, stop: int) -> Any:
+def read_rows(x: PyTree, start: int, stop: int) -> Any:
     """Some rows of an array, in memory that reading others does not overwrite.
 
     Raises `ValueError` if other rows come than were asked for.
@@ -50,7 +51,7 @@ def read_rows(x: Any, start: int, stop: int) -> Any:
     return copied(part) if is_other or is_stored(x) else part
 
 
-def as_numpy(x: Any) -> np.ndarray:
+def as_numpy(x: PyTree) -> np.ndarray:
     """An array of any library as one of NumPy, which may share its memory.
 
     Raises `ValueError` if it has masked entries.
@@ -69,7 +70,7 @@ def as_numpy(x: Any) -> np.ndarray:
 _CPU = 1
 
 
-def _by_dlpack(x: Any, error: TypeError) -> np.ndarray:
+def _by_dlpack(x: PyTree, error: TypeError) -> np.ndarray:
     """The entries of an array of which NumPy has raised an error."""
     if not hasattr(x, "__dlpack__"):
         raise error
@@ -91,7 +92,7 @@ def _by_dlpack(x: Any, error: TypeError) -> np.ndarray:
 _ALIGNED = 64
 
 
-def copied(x: Any) -> np.ndarray:
+def copied(x: PyTree) -> np.ndarray:
     """A copy that nobody writes to, and that JAX does not copy again on a CPU.
 
     JAX shares memory that is aligned, even if it is told not to.

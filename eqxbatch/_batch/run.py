@@ -6,7 +6,7 @@ Its derivative is that of the loop, with each microbatch computed again if asked
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from .._base.trees import (
     safe_zip,
 )
 from .._base.versions import with_consts
+from .arguments import Primals, Tangents
 from .blocks import (
     are_split,
     Block,
@@ -35,6 +36,30 @@ from .blocks import (
 )
 from .rows import Rows
 from .slots import OutputAccumulator
+
+
+# What a step of the loop takes and returns: the states, and the number of the step.
+_Carry = tuple[list[PyTree], Array]
+
+
+class _RowAxis(NamedTuple):
+    """The axis of the rows in a value, and how many parts these are from."""
+
+    axis: int
+    parts: int
+
+
+class _Ran(NamedTuple):
+    """What full microbatches leave behind.
+
+    - `states`: those of the accumulators.
+    - `pieces`: lists of values that are collected, which come before the remainder.
+    - `num`: how many microbatches ran.
+    """
+
+    states: list[PyTree]
+    pieces: list[list[PyTree]]
+    num: Any
 
 
 class Run(eqx.Module):
@@ -89,8 +114,10 @@ class Run(eqx.Module):
 
     def results(self) -> list[PyTree]:
         values = self.value_structs
+        # Full microbatches share a program, and so a loop.
         states = self.initial_states(values)
         states, pieces, num_ran = self.full_blocks(states)
+        # XLA would run a remainder beside the loop, in other memory: it comes after.
         if self.runs_remainder:
             block = remainder_block(self.blocks)
             run, is_after = self, None
@@ -101,6 +128,7 @@ class Run(eqx.Module):
             rest = run.values(block, None, is_after)
             states = self.updated(states, rest, block)
             pieces.append(rest)
+        # Outputs of the loop transpose in place, so values are joined only now.
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
             if is_collected
@@ -115,7 +143,7 @@ class Run(eqx.Module):
             for x, slot in safe_zip(results, self.slots)
         ]
 
-    def initial_states(self, values: list) -> list:
+    def initial_states(self, values: list[PyTree]) -> list:
         """The states before the first microbatch, with their types after the first.
 
         The result of a microbatch may be sharded over a mesh, or vary over the devices
@@ -156,16 +184,16 @@ class Run(eqx.Module):
             )
         ]
 
-    def full_blocks(self, states: list) -> tuple[list, list[list], Any]:
+    def full_blocks(self, states: list[PyTree]) -> _Ran:
         """The states after all full microbatches, the collected values, and a count."""
         if self.num_steps == 0:
-            return states, [], 0
+            return _Ran(states, [], 0)
         if not self.is_loop:
             block = full_block(self.blocks, 0)
             values = self.values(block, None, None)
-            return self.updated(states, values, block), [values], 1
+            return _Ran(self.updated(states, values, block), [values], 1)
 
-        def step(carry: tuple, rows: Rows | None) -> tuple[tuple, list]:
+        def step(carry: _Carry, rows: Rows | None) -> tuple[_Carry, list]:
             states, index = carry
             block = full_block(self.blocks, index)
             values = self.values(block, rows, None)
@@ -175,17 +203,19 @@ class Run(eqx.Module):
             ]
             return (self.updated(states, values, block), index + 1), collected
 
+        # Inputs of the scan transpose in place, so differentiated rows are cut before.
         rows = None
         if self.differentiated is not None:
             scanned = eqx.filter(self.rows, self.differentiated)
             rows = scanned.mapped(self.cut, self.blocks.size)
+        # Only the loop tells how many ran, which `results` needs as a condition.
         carry = (states, jnp.zeros((), jnp.int32))
         (states, num_ran), collected = lax.scan(step, carry, rows, self.num_steps)
         merged = [
             None if value is None else self.merged(slot, value)
             for slot, value in safe_zip(self.slots, collected)
         ]
-        return states, [merged], num_ran
+        return _Ran(states, [merged], num_ran)
 
     def cut(self, x: Array, axis: int) -> Array:
         """The full microbatches of an array, along a new axis 0."""
@@ -233,6 +263,7 @@ class Run(eqx.Module):
             ]
             return [slot.value(outs, block) for slot in self.slots]
 
+        # In a loop, XLA cannot merge both computations anyway.
         if self.checkpoint:
             is_in_loop = self.is_loop and not block.is_remainder
             compute = jax.checkpoint(compute, prevent_cse=not is_in_loop)
@@ -243,10 +274,10 @@ class Run(eqx.Module):
             skip = lambda _: jtu.tree_map(zeros_like, shapes)
             return lax.cond(condition, compute, skip, rows)
 
-    def updated(self, states: list, values: list, block: Block) -> list:
+    def updated(self, states: list[PyTree], values: list[PyTree], block: Block) -> list:
         """The states after one more microbatch."""
 
-        def update(slot: OutputAccumulator, state: Any, value: Any) -> Any:
+        def update(slot: OutputAccumulator, state: PyTree, value: PyTree) -> Any:
             new = slot.update(state, value, block)
             # Values of microbatches past the limit are zero, and `Concat` writes these:
             # selecting between arrays would cost a copy.
@@ -268,7 +299,9 @@ class Run(eqx.Module):
             x = jnp.moveaxis(stacked, 0, axis)
         return merge_parts(x, axis)
 
-    def joined(self, slot: OutputAccumulator, value: Any, pieces: list) -> Array:
+    def joined(
+        self, slot: OutputAccumulator, value: jax.ShapeDtypeStruct, pieces: list[Array]
+    ) -> Array:
         """The result of a collected slot; rows that did not run are zero."""
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
@@ -287,11 +320,12 @@ class Run(eqx.Module):
         x = jnp.concatenate(pieces, along)
         return merge_parts(x, axis) if is_split else x
 
-    def rows_of(self, slot: OutputAccumulator, value: Any) -> tuple[int, int]:
+    def rows_of(self, slot: OutputAccumulator, value: jax.ShapeDtypeStruct) -> _RowAxis:
         """The axis of the rows in the value of a full microbatch, and their parts."""
         concat = slot.concat
         assert concat is not None
-        return concat.axis_of(value), concat.parts_of(value, full_block(self.blocks, 0))
+        first = full_block(self.blocks, 0)
+        return _RowAxis(concat.axis_of(value), concat.parts_of(value, first))
 
 
 @eqx.filter_custom_jvp
@@ -300,7 +334,7 @@ def run_loop(run: Run) -> list[PyTree]:
 
 
 @run_loop.def_jvp
-def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
+def _loop_jvp(primals: Primals, tangents: Tangents) -> tuple:
     """The derivative, through a loop whose transpose is efficient, too.
 
     Microbatches are read with a dynamic slice and written with a dynamic update slice,
@@ -323,7 +357,7 @@ def _loop_jvp(primals: tuple, tangents: tuple) -> tuple:
     return out, jtu.tree_map(lambda x, t: t if is_inexact(x) else None, out, t_out)
 
 
-def _check_backward(run: Run, perturbed: Any) -> None:
+def _check_backward(run: Run, perturbed: PyTree) -> None:
     """Raises for a backward pass whose result would depend on the microbatch size.
 
     In `jax.vmap`, it is called once with the sum of the cotangents of all examples, and
@@ -342,7 +376,7 @@ def _check_backward(run: Run, perturbed: Any) -> None:
         )
 
 
-def as_strong(x: Any) -> Array:
+def as_strong(x: PyTree) -> Array:
     # A constant output is a literal of the jaxpr and not an array yet. Loop carries
     # have no weak types, so the first microbatch must not have any either.
     x = jnp.asarray(x)

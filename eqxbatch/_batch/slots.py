@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TYPE_CHECKING
 
 import equinox as eqx
@@ -18,6 +18,7 @@ from .._base.trees import (
 )
 from .._base.types import check_types
 from .accumulators import AbstractAccumulator, Concat, Last
+from .arguments import Dtype, KeyPath
 from .blocks import (
     Block,
     Blocks,
@@ -39,11 +40,11 @@ class _OptaxAccumulator(AbstractAccumulator[Any]):
     def init(self, value: PyTree, blocks: Blocks) -> Any:
         return self.accumulator.init(value)
 
-    def update(self, state: Any, value: PyTree, block: Block) -> Any:
+    def update(self, state: PyTree, value: PyTree, block: Block) -> Any:
         index: Any = block.index  # optax annotates an int, but passes a traced array.
         return self.accumulator.update(state, value, index)
 
-    def finalize(self, state: Any) -> PyTree:
+    def finalize(self, state: PyTree) -> PyTree:
         return self.accumulator.finalize(state)
 
     def aggregate(self, values: PyTree, block: Block) -> PyTree:
@@ -87,7 +88,7 @@ class OutputAccumulator:
     before: Any = None
     offset: tuple[Any, Any] = (0, 0)
 
-    def value(self, arrays: list, block: Block) -> PyTree[Array]:
+    def value(self, arrays: list[Array], block: Block) -> PyTree[Array]:
         """The value of a microbatch, from all arrays of its output."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
         with self.named():
@@ -106,7 +107,7 @@ class OutputAccumulator:
         with self.named():
             return self._checked("init", self.accumulator.init(value, blocks))
 
-    def update(self, state: Any, value: PyTree, block: Block) -> Any:
+    def update(self, state: PyTree, value: PyTree, block: Block) -> Any:
         """The state after one more microbatch."""
         if self.continues and not self.is_known:
             index, start = self.offset
@@ -114,7 +115,7 @@ class OutputAccumulator:
             block = dataclasses.replace(block, index=index, start=start, total=None)
         return self._checked("update", self.accumulator.update(state, value, block))
 
-    def after(self, state: Any) -> Any:
+    def after(self, state: PyTree) -> Any:
         """The state with those of the batches before.
 
         Summaries are added up once for each batch, because this takes more time than to
@@ -124,7 +125,7 @@ class OutputAccumulator:
             return self.before.plus(state.whole())
         return state
 
-    def finalize(self, state: Any) -> Any:
+    def finalize(self, state: PyTree) -> Any:
         """The result; or the state, if more batches come."""
         return state if self.continues else self.accumulator.finalize(state)
 
@@ -140,14 +141,14 @@ class OutputAccumulator:
         is_foreign = isinstance(self.accumulator, _OptaxAccumulator)
         return module == __name__.partition(".")[0] and not is_foreign
 
-    def _checked(self, name: str, state: Any) -> Any:
+    def _checked(self, name: str, state: PyTree) -> Any:
         if self.is_known:
             return state
         what = f"the state from `{name}` of `{type(self.accumulator).__name__}`"
         check_types({what: state}, {what: _State})
         return state
 
-    def check_state(self, before: Any, after: Any) -> None:
+    def check_state(self, before: PyTree, after: PyTree) -> None:
         """Raises if a microbatch changes the type of the state: both are structs."""
         if types_of(before) != types_of(after):
             raise TypeError(
@@ -156,7 +157,7 @@ class OutputAccumulator:
                 f"and `update` {after}."
             )
 
-    def is_weak(self, outs: list) -> bool:
+    def is_weak(self, outs: Sequence[Any]) -> bool:
         """Whether a result is weakly typed, as it would be with `jax.vmap`.
 
         `outs` is what a microbatch returns.
@@ -179,7 +180,7 @@ class OutputAccumulator:
             raise
 
 
-def is_accumulator(x: Any) -> bool:
+def is_accumulator(x: object) -> bool:
     return x is None or isinstance(x, AbstractAccumulator)
 
 
@@ -191,7 +192,7 @@ def all_count_new(accumulators: PyTree) -> bool:
     return all(vars(cls).get("counts_new", False) for cls in classes)
 
 
-def settings_of(accumulated: eqx.Module) -> dict[str, PyTree]:
+def accumulators_of(accumulated: eqx.Module) -> dict[str, PyTree]:
     """The fields of a transform that are accumulators, whatever their names are.
 
     Accumulators in its functions are those of other transforms.
@@ -214,7 +215,7 @@ def _are_accumulators(value: PyTree) -> bool:
     )
 
 
-def canonicalise(accumulator: Any) -> AbstractAccumulator | None:
+def canonicalise(accumulator: PyTree) -> AbstractAccumulator | None:
     if is_accumulator(accumulator):
         return accumulator
     # Imported here because the import is slow.
@@ -313,6 +314,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
                 f"`accumulator` is None for output{jtu.keystr(path)}, which has "
                 "arrays. Give an accumulator for them, such as `Concat()`."
             )
+        # A slot takes its arrays from the flat list of all by their positions.
         first = sum(len(slot.indices) for slot in slots)
         if _is_leafwise(acc, part):
             leaf = jtu.tree_structure(0)
@@ -326,6 +328,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
         else:
             indices = tuple(range(first, first + len(paths)))
             slots.append(OutputAccumulator(acc, indices, treedef, jtu.keystr(path)))
+    # Parts without arrays have no slot, but return as they are.
     parts = [(acc, part) for _, acc, part in places]
     treedef = jtu.tree_structure(accumulator, is_leaf=is_accumulator)
     return Slots(slots, parts, treedef)
@@ -345,7 +348,7 @@ def _are_in_states(arrays: PyTree) -> list[bool]:
     ]
 
 
-def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulator:
+def of_state(accumulator: AbstractAccumulator, dtype: Dtype) -> AbstractAccumulator:
     """The accumulator for an array in an `equinox.nn.State`."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return Last()
@@ -353,7 +356,9 @@ def of_state(accumulator: AbstractAccumulator, dtype: Any) -> AbstractAccumulato
     return accumulator if isinstance(accumulator, Mean) else Mean(running=True)
 
 
-def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
+def _check_numbers(
+    path: KeyPath, accumulator: AbstractAccumulator | None, part: PyTree
+) -> None:
     if accumulator is None or accumulator.of_equal:
         return
     # Numbers in a module are its settings, and not results.
@@ -368,7 +373,7 @@ def _check_numbers(path: tuple, accumulator: Any, part: PyTree) -> None:
             )
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Whether `x` is a Python number. A bool is a flag instead."""
     return isinstance(x, (int, float, complex)) and not isinstance(x, bool)
 

@@ -21,6 +21,7 @@ from .._base.checks import check_at_least, check_equal, warn_user
 from .._base.mesh import is_explicit
 from .._base.structs import is_struct
 from .._base.trees import described, difference, with_shapes_of_arrays
+from .arguments import Arguments, Leaves
 from .batches import (
     arguments_of,
     concatenated,
@@ -31,7 +32,7 @@ from .batches import (
     naming_batch,
     put_on_devices,
     Slices,
-    struct_of,
+    type_of_leaf,
     write_rows,
 )
 from .fingerprint import digest, fingerprint
@@ -50,7 +51,7 @@ from .stream_state import (
     applied,
     begun,
     check_state,
-    finished,
+    finished_stream,
     first_leaf,
     reductions_of,
     RowsOfBatches,
@@ -238,7 +239,8 @@ class OverBatches(AbstractTransform):
                 f"{described(batch)}."
             )
         batch = self._moved(batch)
-        leaves, treedef = jtu.tree_flatten(jtu.tree_map(struct_of, batch))
+        # Only types matter, so the program that begins the passes reads no batch.
+        leaves, treedef = jtu.tree_flatten(jtu.tree_map(type_of_leaf, batch))
         args = tuple(leading), batch
         arrays = [x for x in jtu.tree_leaves(args) if eqx.is_array(x)]
         mesh = next((x.sharding.mesh for x in arrays if is_explicit(x)), None)
@@ -278,7 +280,7 @@ class OverBatches(AbstractTransform):
         """The state with one more batch, the last argument, and its rows."""
         return self._ready(state, args, number)()
 
-    def _ready(self, state: StreamState, args: tuple, number: int) -> Callable:
+    def _ready(self, state: StreamState, args: Arguments, number: int) -> Callable:
         """A function that adds a batch to the state."""
         check_state(state)
         num = len(state.passes)
@@ -289,6 +291,7 @@ class OverBatches(AbstractTransform):
             )
         *leading, batch = args
         batch = self._moved(batch)
+        # Another form would be another program, whose states need not fit.
         form = [kind_of(x) for x in jtu.tree_leaves(batch)]
         expected = [kind_of(x) for x in jtu.tree_leaves(state.batch)]
         if jtu.tree_structure(batch) != state.treedef or form != expected:
@@ -310,6 +313,7 @@ class OverBatches(AbstractTransform):
     def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
         """The result for all batches."""
         check_state(state)
+        # Without tracing, the counts tell of passes that saw other batches.
         counts = [x.num_examples for x in state.passes]
         if not any(isinstance(x, Tracer) for x in counts):
             numbers = [*map(int, counts)]
@@ -323,7 +327,7 @@ class OverBatches(AbstractTransform):
                 )
         result, rows = self._finished(state, leading), [*rows]
 
-        def place(x: Any) -> Any:
+        def place(x: PyTree) -> Any:
             if not isinstance(x, RowsOfBatches):
                 return x
             if len(rows) <= x.number:
@@ -336,14 +340,15 @@ class OverBatches(AbstractTransform):
 
         return with_shapes_of_arrays(jtu.tree_map(place, result))
 
-    def _finished(self, state: StreamState, leading: tuple) -> Any:
-        return finished(self._transform, tuple(leading), state, self.weighted)
+    def _finished(self, state: StreamState, leading: Arguments) -> Any:
+        return finished_stream(self._transform, tuple(leading), state, self.weighted)
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         *leading, batches = args
         self._check_batches(leading, batches)
         if self.store is not None:
             return self._to_store(self.store, tuple(leading), batches)
+        # Each pass reads all batches; the first batch says how many passes there are.
         state, rows, number = None, [], 0
         while state is None or number < len(state.passes):
             upcoming = self._each(batches)
@@ -382,7 +387,7 @@ class OverBatches(AbstractTransform):
         joined = [*map(concatenated, zip(*rows, strict=True))]
         return self.finish(state, *leading, rows=joined)
 
-    def _check_batches(self, leading: list, batches: Any) -> None:
+    def _check_batches(self, leading: Leaves, batches: PyTree) -> None:
         stored = [x for x in leading if self.batch_size is not None and is_stored(x)]
         if stored:
             raise TypeError(
@@ -402,7 +407,9 @@ class OverBatches(AbstractTransform):
                 f"`batch_size`; got {described(batches)} without one."
             )
 
-    def _to_store(self, store: AbstractStore, leading: tuple, examples: PyTree) -> Any:
+    def _to_store(
+        self, store: AbstractStore, leading: Arguments, examples: PyTree
+    ) -> Any:
         """The rows of all batches, in a store that may have some of them already."""
         assert self.batch_size is not None
         batches = Slices(examples, self.batch_size, is_stored=True)
@@ -419,6 +426,7 @@ class OverBatches(AbstractTransform):
                 "`store` is for results with a row for each example, along axis 0. "
                 f"{self.transform} has others: compute them without a `store`."
             )
+        # The program is a part of the record: rows of another one are not kept.
         update = functools.partial(applied, with_rows)
         args = leading, batch
         call = self._transform, args, self.weighted, state.passes, 0
@@ -455,6 +463,7 @@ class OverBatches(AbstractTransform):
                     x.copy_to_host_async()
                 yield writer, number, rows, batch
 
+        # Missing chunks only: a run that was killed goes on where it was.
         rank, num = jax.process_index(), jax.process_count()
         with contextlib.closing(store.begin(arrays, record, True)) as writer:
             # In the end, each process does what others have not done.
@@ -478,7 +487,7 @@ class OverBatches(AbstractTransform):
         return resolved(transform)
 
     def _moved(
-        self, batch: Any, of_host: Callable[[Any], np.ndarray] = copied
+        self, batch: PyTree, of_host: Callable[[Any], np.ndarray] = copied
     ) -> tuple:
         """A batch as arguments, with its arrays on the device.
 
@@ -487,13 +496,14 @@ class OverBatches(AbstractTransform):
         put = functools.partial(put_on_devices, self.sharding, of_host)
         return jtu.tree_map(put, arguments_of(batch))
 
-    def _each(self, batches: Any) -> Iterator[tuple[tuple, bool]]:
+    def _each(self, batches: PyTree) -> Iterator[tuple[tuple, bool]]:
         """The batches on the device, and whether a loader may still write to them.
 
         JAX may share the memory of its arrays with those of NumPy.
         """
         of_host: Callable = copied
         is_shared = not isinstance(batches, (list, tuple))
+        # A loader may write to its arrays once it is asked for the next batch.
         if self.batch_size is not None:
             # What is on disk was copied as it was read.
             batches, of_host = Slices(batches, self.batch_size), np.asarray

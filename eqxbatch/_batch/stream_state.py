@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,8 +17,9 @@ from .._base.compile import compiled
 from .._base.structs import is_struct
 from .._base.types import check_types
 from .accumulators import AbstractAccumulator, Concat
+from .arguments import Arguments
 from .passes import of_passes, Pass, Passes
-from .slots import canonicalise, is_accumulator, settings_of
+from .slots import accumulators_of, canonicalise, is_accumulator
 from .sums import AbstractTotal
 from .transform import (
     AbstractTransform,
@@ -47,7 +48,7 @@ class StreamState(eqx.Module):
         return jtu.tree_unflatten(self.treedef, self.leaves)
 
 
-def check_state(state: Any) -> None:
+def check_state(state: PyTree) -> None:
     check_types({"state": state}, {"state": StreamState}, always=True)
     arrays = [x for x in jtu.tree_leaves(state) if isinstance(x, jax.Array)]
     if any(x.is_deleted() for x in arrays if not isinstance(x, Tracer)):
@@ -64,7 +65,7 @@ def first_leaf(tree: PyTree, condition: Callable[[Any], Any]) -> Any:
 
 def reductions_of(transform: AbstractTransform) -> list[AbstractAccumulator]:
     """The accumulators of a transform that do not join rows."""
-    trees = settings_of(transform)
+    trees = accumulators_of(transform)
     leaves = map(canonicalise, jtu.tree_leaves(trees, is_leaf=is_accumulator))
     return [x for x in leaves if x is not None and not isinstance(x, Concat)]
 
@@ -72,7 +73,7 @@ def reductions_of(transform: AbstractTransform) -> list[AbstractAccumulator]:
 def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform:
     """A transform with other weights of the examples."""
 
-    def replaced(accumulator: Any) -> Any:
+    def replaced(accumulator: PyTree) -> Any:
         accumulator = canonicalise(accumulator)
         if isinstance(accumulator, AbstractTotal):
             return dataclasses.replace(accumulator, weights=weights)
@@ -80,9 +81,20 @@ def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform
 
     changes = {
         name: jtu.tree_map(replaced, value, is_leaf=is_accumulator)
-        for name, value in settings_of(transform).items()
+        for name, value in accumulators_of(transform).items()
     }
     return dataclasses.replace(transform, **changes)
+
+
+# A transform, its arguments, whether these have weights, and the number of a pass.
+_Call = tuple[AbstractTransform, tuple, bool, int]
+
+
+class PassesAndRows(NamedTuple):
+    """The passes with a batch, and its rows along axis 0."""
+
+    passes: list[Pass]
+    rows: list[Array]
 
 
 # The arguments that all batches share, and a batch.
@@ -120,13 +132,14 @@ def begun(
 
 
 @functools.partial(compiled, donate="all-except-first", waits=False)
-def updated(call: tuple, before: list[Pass]) -> tuple[list[Pass], list[Array]]:
+def updated(call: _Call, before: list[Pass]) -> PassesAndRows:
     return applied(with_rows, *call[:-1], before, call[-1])
 
 
-def with_rows(_: Any, passes: Passes) -> tuple[list[Pass], list[Array]]:
-    """The passes with a batch, and its rows along axis 0."""
-    return passes.after, [jnp.moveaxis(x, axis, 0) for x, _, axis in passes.rows]
+def with_rows(_: PyTree, passes: Passes) -> PassesAndRows:
+    """What a batch brings."""
+    rows = [jnp.moveaxis(x, axis, 0) for x, _, axis in passes.rows]
+    return PassesAndRows(passes.after, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +152,11 @@ class RowsOfBatches:
 
 
 @compiled
-def finished(
-    transform: AbstractTransform, leading: tuple, state: StreamState, is_weighted: bool
+def finished_stream(
+    transform: AbstractTransform,
+    leading: Arguments,
+    state: StreamState,
+    is_weighted: bool,
 ) -> Any:
     # Of the batch, only the types matter.
     zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_struct(x) else x

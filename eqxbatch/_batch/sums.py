@@ -19,6 +19,7 @@ from .._base.checks import check_exclusive
 from .._base.dtypes import accumulation_dtype, check_fits, common_dtype, widened, widest
 from .._base.types import as_jax, check_fields
 from .accumulators import AbstractAccumulator
+from .arguments import Dtype, Dual, Primals, Tangents
 from .batch import Batch
 from .blocks import Block, Blocks, full_block
 from .rows import Rows
@@ -115,7 +116,7 @@ class VarianceState(eqx.Module):
         return dataclasses.replace(self, lost=nothing_lost(self.squares, num))
 
 
-def is_summary(x: Any) -> bool:
+def is_summary(x: object) -> bool:
     """Whether this is what an `AbstractSummary` adds up."""
     return isinstance(x, Total | VarianceState)
 
@@ -129,10 +130,10 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
     __check_init__ = check_fields
 
     @abc.abstractmethod
-    def whole(self, value: Any, block: Block) -> _Summary:
+    def whole(self, value: PyTree, block: Block) -> _Summary:
         """The summary of a microbatch, from its result as a whole."""
 
-    def init(self, value: Any, blocks: Blocks) -> _Summary:
+    def init(self, value: PyTree, blocks: Blocks) -> _Summary:
         block, struct = full_block(blocks, 0), value
         if not is_summary(value):
             struct = jax.eval_shape(lambda value: self.whole(value, block), value)
@@ -144,7 +145,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
     ) -> _Summary:
         return state.plus(self.summary(value, block))
 
-    def summary(self, value: Any, block: Block) -> Any:
+    def summary(self, value: PyTree, block: Block) -> Any:
         """The summary of a microbatch, from its value."""
         # It is one already if it comes from `aggregate`.
         return value if is_summary(value) else self.whole(value, block)
@@ -199,17 +200,17 @@ class Sum(AbstractTotal):
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> Total:
         check_weights("Sum", self.weights, block.total)
-        total, dtype = _cast("Sum", values, self.dtype, self.weights, inexact=False)
+        total, dtype = _to_add("Sum", values, self.dtype, self.weights, inexact=False)
         return Total(_sum_of_rows(total, self.weights, block), None, dtype)
 
-    def whole(self, value: Any, block: Block) -> Total:
+    def whole(self, value: PyTree, block: Block) -> Total:
         if self.weights is not None:
             raise ValueError(
                 "Sum(weights=...) weights single examples, but here `fun` returns one "
                 "result for a whole microbatch. Pass the weights to `fun` as a batched "
                 "argument, and return the weighted sum."
             )
-        total, dtype = _cast("Sum", value, self.dtype, None, inexact=False)
+        total, dtype = _to_add("Sum", value, self.dtype, None, inexact=False)
         return Total(total, None, dtype)
 
 
@@ -277,19 +278,19 @@ class Mean(AbstractTotal):
         if self.running:
             whole = self.whole(values, block)
             return dataclasses.replace(whole, mean=_mean(whole.mean, block))
-        total, dtype = _cast("Mean", values, self.dtype, self.weights, inexact=True)
+        total, dtype = _to_add("Mean", values, self.dtype, self.weights, inexact=True)
         weight = block_weight(total.dtype, self.weights, block)
         return Total(_sum_of_rows(total, self.weights, block), weight, dtype)
 
-    def whole(self, value: Any, block: Block) -> Any:
-        mean, dtype = _cast("Mean", value, self.dtype, self.weights, inexact=True)
+    def whole(self, value: PyTree, block: Block) -> Any:
+        mean, dtype = _to_add("Mean", value, self.dtype, self.weights, inexact=True)
         if self.running:
             return VarianceState(mean, None, block.num_new, None, dtype)
         weight = block_weight(mean.dtype, self.weights, block)
         return Total(mean * weight.astype(mean.dtype), weight, dtype)
 
 
-def is_running(accumulator: Any) -> bool:
+def is_running(accumulator: object) -> bool:
     return isinstance(accumulator, Mean) and accumulator.running
 
 
@@ -369,8 +370,8 @@ class Variance(AbstractSummary[VarianceState]):
         squares = jnp.sum(_abs_squared(distances), axis=0)
         return VarianceState(mean, squares, whole.count, whole.count, whole.dtype)
 
-    def whole(self, value: Any, block: Block) -> VarianceState:
-        mean, dtype = _cast("Variance", value, self.dtype, None, inexact=True)
+    def whole(self, value: PyTree, block: Block) -> VarianceState:
+        mean, dtype = _to_add("Variance", value, self.dtype, None, inexact=True)
         count = block.num_new
         return VarianceState(
             mean, jnp.zeros_like(mean.real), count, jnp.ones_like(count), dtype
@@ -382,10 +383,10 @@ class OfTotals(AbstractSummary[Total]):
 
     accumulator: Sum | Mean
 
-    def whole(self, value: Any, block: Block) -> Total:
+    def whole(self, value: PyTree, block: Block) -> Total:
         accumulator = self.accumulator
         name, weights = type(accumulator).__name__, accumulator.weights
-        wide, dtype = _cast(name, value, accumulator.dtype, None, inexact=True)
+        wide, dtype = _to_add(name, value, accumulator.dtype, None, inexact=True)
         if isinstance(accumulator, Sum):
             return Total(wide, None, dtype)
         return Total(wide, block_weight(wide.dtype, weights, block), dtype)
@@ -393,19 +394,26 @@ class OfTotals(AbstractSummary[Total]):
     def finalize(self, state: Total) -> Shaped[Array, "..."]:
         return self.accumulator.finalize(state)
 
-    def aggregate(self, values: Any, block: Block) -> Any:
+    def aggregate(self, values: PyTree, block: Block) -> Any:
         return self.accumulator.aggregate(values, block)
 
 
-def _cast(
+class _Widened(NamedTuple):
+    """A value in the dtype to accumulate in, and the dtype to return it in."""
+
+    value: Array
+    dtype: Dtype
+
+
+def _to_add(
     name: str,
-    value: Any,
+    value: Array,
     requested: DTypeLike | None,
     weights: Array | None,
     *,
     inexact: bool,
-) -> tuple[Array, Any]:
-    """`value` in the dtype to accumulate in, and the dtype to return it in."""
+) -> _Widened:
+    """A value in both dtypes."""
     is_exact = not jnp.issubdtype(value.dtype, jnp.inexact)
     if requested is None and is_exact and not inexact:
         accumulation_dtype(name, value.dtype, None, inexact=False)
@@ -416,11 +424,11 @@ def _cast(
     if weights is not None:
         dtype = _weighted_dtype(name, dtype, weights, requested)
     is_returned = is_exact or not _holds(value.dtype, dtype)
-    return value.astype(dtype), dtype if is_returned else value.dtype
+    return _Widened(value.astype(dtype), dtype if is_returned else value.dtype)
 
 
 def _weighted_dtype(
-    name: str, dtype: Any, weights: Array, requested: DTypeLike | None
+    name: str, dtype: Dtype, weights: Array, requested: DTypeLike | None
 ) -> Any:
     """The dtype to add weighted results in; `dtype` is the one without weights."""
     if requested is not None:
@@ -438,7 +446,7 @@ def _weighted_dtype(
     return jax.dtypes.canonicalize_dtype(common_dtype(dtype, of_weights))
 
 
-def _holds(dtype: Any, other: Any) -> bool:
+def _holds(dtype: Dtype, other: Dtype) -> bool:
     """Whether an inexact dtype can hold the imaginary part of another one, if any."""
     are_complex = [jnp.issubdtype(x, jnp.complexfloating) for x in (dtype, other)]
     return are_complex[0] or not are_complex[1]
@@ -454,11 +462,11 @@ def _mean_or_nan(state: VarianceState) -> Array:
     return jnp.where(state.count > 0, state.mean, jnp.nan).astype(state.dtype)
 
 
-def _abs_squared(x: Any) -> Any:
+def _abs_squared(x: PyTree) -> Any:
     return (x * x.conj()).real
 
 
-def check_weights(name: str, weights: Any, total: int | None) -> None:
+def check_weights(name: str, weights: Array | None, total: int | None) -> None:
     if weights is not None and total not in (None, weights.shape[0]):
         raise ValueError(
             f"{name}(weights=...) needs one weight for each example, shape "
@@ -466,7 +474,7 @@ def check_weights(name: str, weights: Any, total: int | None) -> None:
         )
 
 
-def check_real(name: str, weights: Any, total: int | None) -> None:
+def check_real(name: str, weights: Array | None, total: int | None) -> None:
     """Like `check_weights`, for weights that may not be complex."""
     check_weights(name, weights, total)
     if weights is not None and not any(
@@ -502,7 +510,7 @@ def _sum_of_rows(values: Array, weights: Array | None, block: Block) -> Array:
     return jnp.sum(block.new(values), axis=0, dtype=values.dtype)
 
 
-def block_weight(dtype: Any, weights: Array | None, block: Block) -> Array:
+def block_weight(dtype: Dtype, weights: Array | None, block: Block) -> Array:
     if weights is None:
         return block.num_new
     check_real("Mean", weights, block.total)
@@ -518,7 +526,7 @@ def most_parts(blocks: Blocks) -> int:
     return MANY + 1 if blocks.continues else blocks.num
 
 
-def nothing_lost(total: Any, num: int) -> Array | None:
+def nothing_lost(total: Array | None, num: int) -> Array | None:
     """What rounding took from a sum so far, or None if it is not kept.
 
     `num` is the largest number of its parts.
@@ -529,34 +537,44 @@ def nothing_lost(total: Any, num: int) -> Array | None:
     return jnp.zeros_like(total) if is_inexact else None
 
 
-def plus(total: Any, lost: Any, part: Any) -> tuple[Any, Any]:
+class RoundedSum(NamedTuple):
+    """A sum, and what rounding took from it; None if that is not kept."""
+
+    total: Any
+    lost: Any
+
+
+def plus(total: Array, lost: Array | None, part: Array) -> RoundedSum:
     """A sum with one more part, and what rounding took from it.
 
     This is the summation of Kahan, with an error that is exact for parts of any size.
     """
-    return (total + part, None) if lost is None else _sum_and_rest(total, part + lost)
+    if lost is None:
+        return RoundedSum(total + part, None)
+    return _sum_and_rest(total, part + lost)
 
 
-def complete(total: Any, lost: Any) -> Any:
+def complete(total: PyTree, lost: PyTree) -> PyTree:
     """The sum, with what rounding took from it."""
     return total if lost is None else total + lost
 
 
 @jax.custom_jvp
-def _sum_and_rest(x: Array, y: Array) -> tuple[Array, Array]:
+def _sum_and_rest(x: Array, y: Array) -> RoundedSum:
     """A rounded sum, and its rounding error; 0 for sums that are not finite."""
     total, rest = _two_sum(x, y)
-    return total, jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
+    lost = jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
+    return RoundedSum(total, lost)
 
 
 @_sum_and_rest.defjvp
-def _sum_and_rest_jvp(primals: tuple, tangents: tuple) -> tuple:
+def _sum_and_rest_jvp(primals: Primals, tangents: Tangents) -> Dual:
     # Without the condition, reverse mode has nothing to save.
     return _sum_and_rest(*primals), _two_sum(*tangents)
 
 
-def _two_sum(x: Array, y: Array) -> tuple[Array, Array]:
+def _two_sum(x: Array, y: Array) -> RoundedSum:
     """Knuth's exact addition: the sum of both results is that of the arguments."""
     total = x + y
     of_y = total - x
-    return total, (x - (total - of_y)) + (y - of_y)
+    return RoundedSum(total, (x - (total - of_y)) + (y - of_y))

@@ -41,6 +41,7 @@ from .._base.mesh import (
 )
 from .._base.trees import shown
 from .._base.types import check_types
+from .arguments import Arguments
 from .batch import Batch
 from .blocks import Blocks
 from .memory import as_microbatch_size, resolve_size, resolved, Size
@@ -117,11 +118,16 @@ class AbstractTransform(eqx.Module):
             check_types({field.name: value}, {field.name: field.type}, always=True)
 
     @abc.abstractmethod
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         """The result of calling the transformed function."""
 
     def fitting_size(
-        self, name: str, total: int, args: tuple, kwargs: dict, **settings: Any
+        self,
+        name: str,
+        total: int,
+        args: Arguments,
+        kwargs: dict[str, Any],
+        **settings: Any,
     ) -> int:
         """The setting of this name as a number of at most `total` rows.
 
@@ -129,7 +135,7 @@ class AbstractTransform(eqx.Module):
         """
 
         def run_with(size: int) -> Callable[[tuple], Any]:
-            def run(operands: tuple) -> Any:
+            def run(operands: Arguments) -> Any:
                 transform, *call = operands
                 sized = dataclasses.replace(transform, **{name: size}, **settings)
                 with of_passes(None):
@@ -232,7 +238,7 @@ class AbstractSharded(AbstractTransform):
     """
 
     @abc.abstractmethod
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+    def specs(self, args: Arguments, kwargs: dict[str, Any], out: PyTree) -> PyTree:
         """The sharding of the results of a call: a prefix of `PartitionSpec`s."""
 
 
@@ -259,7 +265,7 @@ class AbstractMicrobatched(AbstractTransform):
         return False
 
     def blocks(
-        self, batch: Batch, args: tuple, kwargs: dict[str, Any], total: int
+        self, batch: Batch, args: Arguments, kwargs: dict[str, Any], total: int
     ) -> Blocks:
         """How a batch of `total` examples is cut."""
         size = self.fitting_size("microbatch_size", total, args, kwargs)
@@ -300,10 +306,11 @@ class AbstractEarlyStop(AbstractMicrobatched):
         return _check_limit(_as_index(self.num_real_microbatches), blocks.num)
 
 
-def _as_index(count: Any) -> int | Array | None:
+def _as_index(count: int | Array | None) -> int | Array | None:
     """A number of microbatches in at least 32 bits, which numbers of examples need."""
-    is_narrow = eqx.is_array(count) and jnp.iinfo(count.dtype).bits < 32
-    return count.astype(jnp.int32) if is_narrow else count
+    if not isinstance(count, jax.Array):
+        return count
+    return count.astype(jnp.int32) if jnp.iinfo(count.dtype).bits < 32 else count
 
 
 def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
@@ -342,7 +349,7 @@ def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     return signature.replace(parameters=[first, second, *rest])
 
 
-def _of_function(fun: Any) -> str:
+def _of_function(fun: object) -> str:
     """How a function is displayed."""
     if isinstance(fun, (AbstractTransform, BoundMethod)):
         return repr(fun)
@@ -361,7 +368,7 @@ def _settings(transform: AbstractTransform) -> Iterator[tuple[str, str]]:
             yield parameter.name, text
 
 
-def _of_setting(value: Any) -> str:
+def _of_setting(value: PyTree) -> str:
     if isinstance(value, AbstractTransform) or inspect.isroutine(value):
         return _of_function(value)
     if eqx.is_array(value):
@@ -382,7 +389,9 @@ def run_compiled(transform: AbstractTransform, /, *args: Any, **kwargs: Any) -> 
 # that arrays of modules are arguments of the program, and repeated calls with the same
 # function and shapes are not retraced.
 @compiled
-def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _apply(
+    transform: AbstractTransform, args: Arguments, kwargs: dict[str, Any]
+) -> Any:
     for name, tree in [("args", args), *kwargs.items()]:
         check_reduced(tree, name)
     apply = lambda transform, *call: transform.apply(*call)
@@ -392,7 +401,7 @@ def _apply(transform: AbstractTransform, args: tuple, kwargs: dict[str, Any]) ->
 
 def on_their_mesh(
     fun: Callable[..., PyTree],
-    operands: tuple,
+    operands: Arguments,
     specs: Callable[..., PyTree] | None = None,
 ) -> PyTree:
     """A function of a transform, a call of it, and more, on the mesh of their arrays.

@@ -9,27 +9,35 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.compile import num_bytes
 from .._base.cpu import in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, size_groups, widened
 from .._base.platforms import platform
 from .._base.trees import safe_zip
-from .._sites.axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
+from .._base.versions import varying
+from .._sites.axes import Axes, axes_in, Axis, Named, Role
 from .._sites.contract import contract
 from .._sites.cost import contraction_cost
-from .._sites.factors import Factors, scale_of, weight_terms
+from .._sites.factors import Factors, scale_of
 from .._sites.gram import has_products
 from .._sites.program import Program
-from .._sites.site import axes_of, has_named_axes, is_allowed, is_sum, Site
+from .._sites.site import (
+    axes_of,
+    has_named_axes,
+    is_allowed,
+    is_sum,
+    leaf_site,
+    Site,
+)
 from .._sites.table import SiteTable
 from .pytree import Pair, RequestedBlocks
 
@@ -39,51 +47,32 @@ from .pytree import Pair, RequestedBlocks
 _FEWEST_ALIKE = 3
 
 
-def site_terms(
-    site: Site, d: Array, a: Array | None, by_name: dict[str, Axis], *vectors: Axis
-) -> tuple[Named, list[Named]]:
-    """The cotangent of a site, and its operand if it has one, with their named axes.
+class Use(NamedTuple):
+    """A use of each of two leaves, which may be the same."""
 
-    - `vectors`: the axis of the cotangent after that of examples, if any.
+    first: Site
+    second: Site
+
+
+class PairFactors(NamedTuple):
+    """What the block of two sites is computed from.
+
+    - `sides`: for each site, its own factors.
+    - `curve`: the second derivatives between the two.
     """
-    alone = dataclasses.replace(site, perturbation=0, operand=None if a is None else 0)
-    operand, cotangent = Factors([a], [d], vectors).expanded(alone)
-    lead = (EXAMPLE, *vectors)
-    of_d = Named(cotangent.array, (*lead, *axes_named(by_name, site.d_axes)))
-    if operand is None:
-        return of_d, []
-    x, names, token = operand.array, site.a_axes, site.rule.token
-    if token is not None:
-        # An index that is out of range selects no row.
-        x = jax.nn.one_hot(x, site.sizes[token], dtype=jnp.float32)
-        names = (*names, token)
-    return of_d, [Named(x, (EXAMPLE, *axes_named(by_name, names)))]
+
+    sides: tuple[Factors, Factors]
+    curve: PyTree
 
 
-def axes_named(by_name: dict[str, Axis], names: Sequence[str]) -> Axes:
-    return tuple(by_name[name] for name in names)
+def alone(site: Site) -> Site:
+    """The site, among factors that are only its own."""
+    return dataclasses.replace(
+        site, perturbation=0, operand=None if site.operand is None else 0
+    )
 
 
-Use = tuple[Site, Site]
-
-
-# Cotangents and operands of one example, or of several, and what else terms need.
-Kept = tuple[list, list, Any]
-
-
-def uses_of(table: SiteTable, pair: Pair) -> list[Use]:
-    first, second = map(table.of, pair)
-    return [*itertools.product(first, second)]
-
-
-def kept_of(use: Use, cotangents: list, operands: list) -> Iterator[Array | None]:
-    """The cotangent and the operand of each site."""
-    for site in use:
-        yield cotangents[site.perturbation]
-        yield None if site.operand is None else operands[site.operand]
-
-
-def struct_of(x: Any, *lead: int) -> jax.ShapeDtypeStruct:
+def struct_of(x: jax.ShapeDtypeStruct, *lead: int) -> jax.ShapeDtypeStruct:
     """The type of several arrays like `x`."""
     return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
 
@@ -92,7 +81,7 @@ class AbstractSiteMatrix(abc.ABC):
     """Blocks of a sum over examples of second derivatives, from those of sites.
 
     - `program`: the function with its sites, and `leaves` its leaves.
-    - `contracted`: the sites that are contracted, if these are others.
+    - `formed`: the leaves whose gradients are formed and take the place of factors.
     - `groups`: the requested pairs of leaves, grouped with those that are alike.
     - `counts_cancelled`: whether `sums` ends with a count of examples for which blocks
         lose digits.
@@ -101,19 +90,20 @@ class AbstractSiteMatrix(abc.ABC):
     counts_cancelled: bool = False
 
     def __init__(
-        self, program: Program, contracted: SiteTable, requested: RequestedBlocks
+        self, program: Program, requested: RequestedBlocks, formed: Sequence[int] = ()
     ):
-        self.program, self.contracted = program, contracted
+        self.program, self.formed = program, formed
         self.leaves, self.requested = program.leaves, requested
-        families = {leaf: contracted.family(leaf) for leaf in requested.leaves}
+        families = {leaf: self._family(leaf) for leaf in requested.leaves}
         alike: dict[Hashable, list[Pair]] = {}
         for pair in requested.pairs:
             first, second = pair
-            kinds = tuple(itertools.starmap(self.kind, uses_of(self.contracted, pair)))
+            kinds = tuple(itertools.starmap(self.kind, self.uses_of(pair)))
             key = (families[first], families[second], kinds)
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
         for pairs in alike.values():
+            # As many at once as have blocks of the size that the platform allows.
             most = platform().block_bytes * len(pairs) // max(self._num_bytes(pairs), 1)
             num = -(-len(pairs) // max(min(most, len(pairs)), 1))
             size = -(-len(pairs) // num)
@@ -127,48 +117,50 @@ class AbstractSiteMatrix(abc.ABC):
         """A key that is equal for pairs of sites with the same terms."""
 
     @abc.abstractmethod
-    def of_example(self, rows: list, weight: Array | None) -> Kept:
-        """The cotangents, the operands, and what else terms need of an example."""
+    def factors(
+        self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
+    ) -> Factors:
+        """The factors of some examples, or of one if there are no rows.
+
+        Their `curve` has the second derivatives that go with them.
+        """
 
     def sums(
-        self, rows: list, axes: Sequence[int], weights: Real[Array, " n"] | None
+        self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "..."]]:
         """The blocks of each group, of the (weighted) sum over the examples."""
-        factors = of_examples(self.of_example, rows, axes, weights)
-        return self.blocks_of(factors, self.program.values())
+        return self.blocks_of(self.factors(rows, axes, weights))
 
     @abc.abstractmethod
-    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
+    def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
         """The blocks of each group, from the factors of all examples."""
 
     @abc.abstractmethod
-    def structs(self) -> Kept:
-        """The types of the factors of one example."""
+    def structs(self, num: int) -> Factors:
+        """The types of the factors of `num` examples."""
 
     @abc.abstractmethod
-    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
-        """What the terms of two sites are computed from, with examples along axis 0."""
+    def curve_of(self, use: Use, factors: Factors) -> PyTree:
+        """The second derivatives between two sites."""
 
     @abc.abstractmethod
     def terms(
-        self, use: Use, axes: list[dict[str, Axis]], arrays: list
+        self, use: Use, axes: Sequence[dict[str, Axis]], pair: PairFactors
     ) -> Iterator[list[Named]]:
         """Arrays to contract; the block of two sites is the sum of the contractions.
 
-        `arrays` are those of the same method, for these sites or for any that are
-        alike. `axes` are those of each site, by name.
+        The factors are those of these sites, or of any that are alike. `axes` are those
+        of each site, by name.
         """
 
     @abc.abstractmethod
-    def costs_of_factors(
-        self, num: int, factors: Kept, values: list
-    ) -> dict[int, float]:
+    def costs_of_factors(self, num: int, factors: Factors) -> dict[int, float]:
         """The cost of what `num` examples need of each perturbation."""
 
     @property
     def bytes(self) -> int:
         """The bytes kept for one example."""
-        return num_bytes(self.structs())
+        return num_bytes(self.structs(1))
 
     def estimate(self, num: int) -> tuple[dict[int, float], dict[Pair, float]]:
         """The cost of the sums over `num` examples, which depends on shapes only.
@@ -176,29 +168,56 @@ class AbstractSiteMatrix(abc.ABC):
         These are the numbers of floating-point operations for the factors of each
         perturbation, and for the contraction of each pair of leaves.
         """
-        factors = jtu.tree_map(lambda x: struct_of(x, num), self.structs())
 
-        def count(factors: Any, values: list) -> tuple[dict, dict]:
-            of_factors = self.costs_of_factors(num, factors, values)
-            return of_factors, self._costs(factors, values)
+        def count(factors: Factors, values: list) -> tuple[dict, dict]:
+            factors = dataclasses.replace(factors, values=values)
+            return self.costs_of_factors(num, factors), self._costs(factors)
 
         values = self.program.value_structs()
-        return eqx.filter_eval_shape(count, factors, values)
+        return eqx.filter_eval_shape(count, self.structs(num), values)
 
-    def contracted_blocks(
-        self, factors: Kept, values: list
-    ) -> list[Inexact[Array, "pairs ..."]]:
+    def uses_of(self, pair: Pair) -> list[Use]:
+        """All pairs of sites of two leaves."""
+        first, second = map(self._sites_of, pair)
+        return [*itertools.starmap(Use, itertools.product(first, second))]
+
+    def _sites_of(self, leaf: int) -> list[Site]:
+        if leaf in self.formed:
+            return [leaf_site(leaf, self.leaves[leaf], 0)]
+        return self.program.table.of(leaf)
+
+    def _family(self, leaf: int) -> Hashable:
+        """A key that is equal for leaves whose factors are alike."""
+        if leaf not in self.formed:
+            return self.program.table.family(leaf)
+        struct = self.program.table.leaves[leaf]
+        return struct.shape, struct.dtype, varying(jax.typeof(struct))
+
+    def _pair(self, use: Use, factors: Factors) -> PairFactors:
+        """The factors of two sites, each in its own place."""
+
+        def own(site: Site) -> Factors:
+            if site.leaf in self.formed:
+                return Factors([], [factors.jacobians[site.leaf]], factors.outputs)
+            operands = [] if site.operand is None else [factors.operands[site.operand]]
+            cotangents = [factors.cotangents[site.perturbation]]
+            return Factors(operands, cotangents, factors.outputs)
+
+        first, second = map(own, use)
+        return PairFactors((first, second), self.curve_of(use, factors))
+
+    def contracted_blocks(self, factors: Factors) -> list[Inexact[Array, "pairs ..."]]:
         """The sum of the contractions of `terms`, for each group."""
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         # Smaller sums need not be computed one after the other: their terms are small
         # compared to the arrays they are computed from, which are all live until the
         # last sum is done.
         if sum(sizes) <= platform().factor_bytes:
-            return [self._sum(pairs, factors, values) for pairs in self.groups]
+            return [self._sum(pairs, factors) for pairs in self.groups]
         blocks: list[Array] = []
         for group in size_groups(sizes, least=0):
             run = lambda group=group: [
-                self._sum(self.groups[i], factors, values) for i in group
+                self._sum(self.groups[i], factors) for i in group
             ]
             # XLA for CPUs would compute the terms of all pairs before it adds any. So
             # each group depends on a number from the previous one.
@@ -209,42 +228,45 @@ class AbstractSiteMatrix(abc.ABC):
     def _num_bytes(self, pairs: list[Pair]) -> int:
         return len(pairs) * self.requested.num_bytes(pairs[0], self.leaves)
 
-    def _sum(self, pairs: list[Pair], factors: Kept, values: list) -> Array:
+    def _sum(self, pairs: list[Pair], factors: Factors) -> Array:
         first, second = (self.leaves[leaf] for leaf in pairs[0])
         shape = first.shape
         if not self.requested.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
         sums = []
-        for uses in safe_zip(*(uses_of(self.contracted, pair) for pair in pairs)):
+        for uses in safe_zip(*map(self.uses_of, pairs)):
 
-            def block(arrays: list, use: Use = uses[0]) -> Array:
+            def block(pair: PairFactors, use: Use = uses[0]) -> Array:
                 blocks = (
-                    self._of_leaves(use, values, contract(*term)).astype(dtype)
-                    for term in self._labelled(use, arrays, values)
+                    self._of_leaves(use, factors.values, contract(*term)).astype(dtype)
+                    for term in self._labelled(use, pair, factors)
                 )
                 return functools.reduce(jnp.add, blocks, jnp.zeros(shape, dtype))
 
-            sums.append(_over(block, [self.arrays(use, factors) for use in uses]))
+            sums.append(_over(block, [self._pair(use, factors) for use in uses]))
         total = functools.reduce(jnp.add, sums, jnp.zeros((), dtype))
         return jnp.broadcast_to(total, (len(pairs), *shape))
 
-    def _costs(self, factors: Kept, values: list) -> dict[Pair, float]:
+    def _costs(self, factors: Factors) -> dict[Pair, float]:
         costs = {}
         for pairs in self.groups:
             # Pairs that are alike have the same cost.
             cost = contraction_cost(
                 term
-                for use in uses_of(self.contracted, pairs[0])
-                for term in self._labelled(use, self.arrays(use, factors), values)
+                for use in self.uses_of(pairs[0])
+                for term in self._labelled(use, self._pair(use, factors), factors)
             )
             costs.update(dict.fromkeys(pairs, cost.time))
         return costs
 
     def _labelled(
-        self, use: Use, arrays: list, values: list
+        self, use: Use, pair: PairFactors, factors: Factors
     ) -> Iterator[tuple[list[Named], Axes]]:
-        """The arrays to contract for two sites, and the axes of the results."""
+        """The arrays to contract for two sites, and the axes of the results.
+
+        The `factors` are those of all sites, which have the weights of leaves.
+        """
         axes = [
             {
                 name: axis.of_side(side) if self._is_apart(axis) else axis
@@ -255,9 +277,9 @@ class AbstractSiteMatrix(abc.ABC):
         weights = [
             term
             for site, names in safe_zip(use, axes)
-            for term in weight_terms(site, values, names)
+            for term in factors.weights(site, names)
         ]
-        for terms in self.terms(use, axes, arrays):
+        for terms in self.terms(use, axes, pair):
             terms = [*terms, *weights]
             dtype = common_dtype(*(x.dtype for x, _ in terms))
             terms = [_without_repeats(x.astype(dtype), y) for x, y in terms]
@@ -285,39 +307,30 @@ class AbstractSiteMatrix(abc.ABC):
             return _diagonal_of(block, use, structs[0], views, values)
         if not has_named_axes(site):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
-            back = _transposed(site, structs[0], views[0], values)
+            back = _pulled_to_leaf(site, structs[0], views[0], values)
             block = jax.vmap(back, -1, -1)(block)
         if not has_named_axes(other):
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
-            block = jax.vmap(_transposed(other, structs[1], views[1], values))(block)
+            block = jax.vmap(_pulled_to_leaf(other, structs[1], views[1], values))(
+                block
+            )
         return block.reshape(*structs[0].shape, *structs[1].shape)
 
 
-def _over(fun: Callable[[list], Array], arrays: list[list]) -> Array:
-    """Maps `fun` over lists of arrays of equal types; what they share is not copied."""
-    columns = [*safe_zip(*arrays)]
+def _over(fun: Callable[[PairFactors], Array], pairs: list[PairFactors]) -> Array:
+    """Maps `fun` over factors of equal types; what they share is not copied."""
+    treedef = jtu.tree_structure(pairs[0])
+    columns = [*safe_zip(*map(jtu.tree_leaves, pairs))]
     is_shared = [all(x is column[0] for x in column) for column in columns]
     if all(is_shared):
-        return fun(arrays[0])[None]
+        return fun(pairs[0])[None]
     stacked = [
         column[0] if shared else jnp.stack(column)
         for column, shared in safe_zip(columns, is_shared)
     ]
-    return jax.vmap(fun, ([None if shared else 0 for shared in is_shared],))(stacked)
-
-
-def of_examples(
-    one: Callable[[list, Array | None], Any],
-    rows: list,
-    axes: Sequence[int],
-    weights: Array | None,
-) -> Any:
-    """`one(rows, weight)` for each example, along axis 0; there may be only one."""
-    if rows:
-        in_axes = ([*axes], None if weights is None else 0)
-        return eqx.filter_vmap(one, in_axes=in_axes)(rows, weights)
-    with_axis = lambda x: x[None] if eqx.is_array(x) else x
-    return jax.tree.map(with_axis, one(rows, weights))
+    of_arrays = lambda arrays: fun(jtu.tree_unflatten(treedef, arrays))
+    axes = [None if shared else 0 for shared in is_shared]
+    return jax.vmap(of_arrays, (axes,))(stacked)
 
 
 def _diagonal_of(
@@ -334,7 +347,7 @@ def _diagonal_of(
     for side in (1, 0):
         view, axis = views[side], side + 1
         if is_unnamed[side]:
-            back = _transposed(use[side], struct, view, values)
+            back = _pulled_to_leaf(use[side], struct, view, values)
             seeds = jnp.eye(nums[side], dtype=view.dtype)
             directions = jax.vmap(back)(seeds.reshape(nums[side], *view.shape))
             directions = directions.reshape(nums[side], math.prod(struct.shape)).T
@@ -343,7 +356,7 @@ def _diagonal_of(
     return block.reshape(struct.shape)
 
 
-def _transposed(
+def _pulled_to_leaf(
     site: Site, struct: Any, view: Any, values: list
 ) -> Callable[[Array], Array]:
     """Pulls an array back from a view of a leaf to the leaf."""

@@ -14,6 +14,7 @@ the last one, `d` is zero unless both entries are the same. All others are found
 vector of ones, in place of one vector for each entry.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact
 
@@ -32,19 +34,12 @@ from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .._sites.axes import Axis, EXAMPLE, Named, Role
 from .._sites.cost import forming_cost, num_products
-from .._sites.factors import Factors, gradients
+from .._sites.factors import Factor, Factors
+from .._sites.gram import of_leaf
 from .._sites.program import Directions, Program, Seeds
 from .._sites.site import is_sum, Site
 from .._sites.table import SiteTable
-from .by_sites import (
-    AbstractSiteMatrix,
-    axes_named,
-    Kept,
-    kept_of,
-    site_terms,
-    struct_of,
-    Use,
-)
+from .by_sites import AbstractSiteMatrix, alone, PairFactors, struct_of, Use
 from .pytree import RequestedBlocks
 
 
@@ -81,10 +76,8 @@ class SiteGaussNewton(AbstractSiteMatrix):
             if self._is_sum(table, i):
                 for site in table.of(i):
                     self._paired[site.perturbation] = None
-        self._formed = [i for i in sorted(requested.leaves) if self._is_sum(table, i)]
-        self._paired += (None for _ in self._formed)
-        with_jacobians = table.with_jacobians(self._formed)
-        super().__init__(program, with_jacobians, requested)
+        formed = [i for i in sorted(requested.leaves) if self._is_sum(table, i)]
+        super().__init__(program, requested, formed)
         self._directions = Directions(of_outputs, (_vectors(0),), paired=self._paired)
 
     def _is_sum(self, table: SiteTable, leaf: int) -> bool:
@@ -97,69 +90,72 @@ class SiteGaussNewton(AbstractSiteMatrix):
         apart = {name for names in itertools.chain(*axes) for name in names}
         return is_sum(sites, apart)
 
-    def kind(self, site: Site, other: Site) -> tuple:
-        return tuple(self._paired[x.perturbation] for x in (site, other))
+    def kind(self, site: Site, other: Site) -> tuple[int | None, int | None]:
+        return self._paired_with(site), self._paired_with(other)
 
-    def of_example(self, rows: list, weight: Array | None) -> Kept:
-        """The cotangents, the operands, and the curvature or weight of an example."""
-        _, operands, cotangents, scale = self.program.of_example(rows, self._directions)
-        if weight is not None:
-            weight = weight.astype(self._dtype)
-            scale = weight if scale is None else scale * weight
-        return cotangents, operands, scale
+    def factors(
+        self, rows: list[Array], axes: Sequence[int], weights: Array | None
+    ) -> Factors:
+        """Those of the program; the curvature is multiplied by the weights."""
+        factors = self.program.factors(rows, axes, self._directions)
+        if weights is None:
+            return factors
+        weights = weights.astype(self._dtype)
+        curve = factors.curve
+        curve = weights if curve is None else jax.vmap(jnp.multiply)(curve, weights)
+        return dataclasses.replace(factors, curve=curve)
 
-    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
-        cotangents, operands, scale = factors
-        table, unformed = self.program.table, self._unformed(factors, values)
-        formed = (
-            gradients(table.of(i), unformed, table.leaves[i]) for i in self._formed
+    def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
+        table = self.program.table
+        jacobians = {i: of_leaf(table, factors, i).jacobian() for i in self.formed}
+        return self.contracted_blocks(dataclasses.replace(factors, jacobians=jacobians))
+
+    def structs(self, num: int) -> Factors:
+        table, vectors = self.program.table, self._num_vectors
+        of_jacobian = lambda i: struct_of(table.leaves[i], num, vectors)
+        curve = jax.ShapeDtypeStruct((num, vectors, vectors), self._dtype)
+        return Factors(
+            [struct_of(x, num) for x in table.operands],
+            [
+                struct_of(x, num, y)
+                for x, y in safe_zip(table.perturbations, self._nums)
+            ],
+            (_vectors(0),),
+            num,
+            curve=curve if self._has_curve else None,
+            jacobians={i: Factor(of_jacobian(i)) for i in self.formed},
         )
-        factors = [*cotangents, *formed], operands, scale
-        return self.contracted_blocks(factors, values)
 
-    def structs(self) -> Kept:
-        # Jacobians that are formed come after the cotangents.
-        cotangents = [*map(struct_of, self.contracted.perturbations, self._nums)]
-        operands = [*map(struct_of, self.program.table.operands)]
-        square = (self._num_vectors, self._num_vectors)
-        curve = jax.ShapeDtypeStruct(square, self._dtype) if self._has_curve else None
-        return cotangents, operands, curve
-
-    def costs_of_factors(
-        self, num: int, factors: Kept, values: list
-    ) -> dict[int, float]:
+    def costs_of_factors(self, num: int, factors: Factors) -> dict[int, float]:
         costs: dict[int, float] = {}
         # One backward pass for each vector.
         for site in self.program.table.sites:
             z = site.perturbation
             cost = num * self._nums[z] * num_products(site)
             costs[z] = costs.get(z, 0.0) + cost
-        for leaf in self._formed:
+        for leaf in self.formed:
             sites = self.program.table.of(leaf)
-            cost = forming_cost(sites, self._unformed(factors, values))
-            costs[sites[0].perturbation] += cost.time
+            costs[sites[0].perturbation] += forming_cost(sites, factors).time
         return costs
-
-    def _unformed(self, factors: Kept, values: list) -> Factors:
-        """The factors that Jacobians are formed from."""
-        cotangents, operands, _ = factors
-        cotangents = cotangents[: len(self.program.table.perturbations)]
-        return Factors(operands, cotangents, (_vectors(0),), values=values)
 
     @property
     def _nums(self) -> list[int]:
         """The number of vectors that are pulled back to each perturbation."""
         return [self._num_vectors if x is None else 1 for x in self._paired]
 
-    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
-        cotangents, operands, scale = factors
-        return [*kept_of(use, cotangents, operands), scale]
+    def _paired_with(self, site: Site) -> int | None:
+        """The output whose entries the cotangent of a site has, if there is one."""
+        is_formed = site.leaf in self.formed
+        return None if is_formed else self._paired[site.perturbation]
+
+    def curve_of(self, use: Use, factors: Factors) -> Array | None:
+        del use
+        return factors.curve
 
     def terms(
-        self, use: Use, axes: list[dict[str, Axis]], arrays: list
+        self, use: Use, axes: Sequence[dict[str, Axis]], pair: PairFactors
     ) -> Iterator[list[Named]]:
-        *kept, scale = arrays
-        terms: list[Named] = []
+        scale, terms = pair.curve, list[Named]()
         # The scale is a curvature, or the weight of each example.
         has_curve = scale is not None and scale.ndim == 3
         sides = (0, 1) if has_curve else (0, 0)
@@ -170,10 +166,11 @@ class SiteGaussNewton(AbstractSiteMatrix):
                 for side, names in enumerate(axes):
                     scaled = self._of_site(scaled, use[side], names, side)
             terms.append(scaled)
-        pairs = kept[:2], kept[2:]
-        for site, (d, a), names, side in safe_zip(use, pairs, axes, sides):
-            cotangent, operand = site_terms(site, d, a, names, _vectors(side))
-            terms += [cotangent, *operand]
+        for site, factors, names, side in safe_zip(use, pair.sides, axes, sides):
+            factors = dataclasses.replace(factors, outputs=(_vectors(side),))
+            of_site = factors.terms(alone(site), tokens="one_hot", by_name=names)
+            operand, _, cotangent = of_site
+            terms += [cotangent, *([] if operand is None else [operand])]
         yield terms
 
     def _of_site(
@@ -183,7 +180,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
 
         Its entries are those of the site's output.
         """
-        number = self._paired[site.perturbation]
+        number = self._paired_with(site)
         if number is None:
             return curve
         x, axes = curve
@@ -195,7 +192,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         of_output = [*itertools.chain(*site.rule.y_axes)]
         sizes = (site.sizes[name] for name in of_output)
         x = x.reshape(*x.shape[:position], *sizes, *x.shape[position + 1 :])
-        of_site = axes_named(names, of_output)
+        of_site = [names[name] for name in of_output]
         return Named(x, (*axes[:position], *of_site, *axes[position + 1 :]))
 
 
@@ -213,7 +210,7 @@ def paired_outputs(program: Program) -> list[int | None]:
     """
 
     def pulled(seeds: list, leaves: list, rows: list) -> list:
-        return program.linearize(leaves, rows, len(outs))[2](seeds)
+        return program.linearize(leaves, rows).pullback(seeds)
 
     table, outs = program.table, [var.aval for var in program.jaxpr.outvars]
     seeds = [full_varying_as(out, 0) for out in outs]

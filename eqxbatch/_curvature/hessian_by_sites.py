@@ -12,10 +12,12 @@ large as the Hessian.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,21 +32,12 @@ from .._sites.axes import Axis, EXAMPLE, Named
 from .._sites.cancel import cancels
 from .._sites.cost import pushed_cost
 from .._sites.factors import Factors
-from .._sites.gram import OfLeaf
+from .._sites.gram import of_leaf
 from .._sites.program import Program
 from .._sites.site import is_sum, Site
 from .._sites.table import SiteTable
 from .._sites.values import evaluated, Node
-from .by_sites import (
-    AbstractSiteMatrix,
-    axes_named,
-    Kept,
-    kept_of,
-    site_terms,
-    struct_of,
-    Use,
-    uses_of,
-)
+from .by_sites import AbstractSiteMatrix, alone, PairFactors, struct_of, Use
 from .columns import hessian_products, images, one_hot_seeds, replaced
 from .pytree import RequestedBlocks
 
@@ -53,6 +46,30 @@ from .pytree import RequestedBlocks
 # comes after its first perturbation, so more programs compute less, but take longer to
 # compile.
 _MOST_PUSHES = 3
+
+
+class _Changed(NamedTuple):
+    """The factors of one example, or of several, and how they change.
+
+    - `changes`: for each push, those of the cotangents and operands that it changes.
+        The axis after that of examples has the entries of its perturbations.
+    """
+
+    operands: list[Array]
+    cotangents: list[Array]
+    changes: list[list[Array]]
+
+
+class _OfUse(NamedTuple):
+    """How the factors of two sites change with each other's perturbation.
+
+    - `cotangent`: the change of the later cotangent; None for zero.
+    - `first`, `second`: the changes of the two operands.
+    """
+
+    cotangent: Array | None
+    first: Array | None
+    second: Array | None
 
 
 class SiteHessian(AbstractSiteMatrix):
@@ -82,8 +99,8 @@ class SiteHessian(AbstractSiteMatrix):
         needed = {
             (z, i)
             for pair in requested.pairs
-            for use in uses_of(program.table, pair)
-            for z, i in _keys(program.table, use)
+            for use in itertools.product(*map(program.table.of, pair))
+            for z, i in _keys(program.table, Use(*use))
             if i is not None
         }
         depend = {
@@ -96,7 +113,7 @@ class SiteHessian(AbstractSiteMatrix):
         groups = [every[i : i + size] for i in range(0, len(every), size)]
         changed = lambda push: sorted({i for z, i in self.changes if z in push})
         self.pushes = [(push, changed(push)) for push in groups]
-        super().__init__(program, program.table, requested)
+        super().__init__(program, requested)
         # The leaves whose gradient is a sum of terms, which may nearly cancel.
         self._summed = [
             i for i in sorted(requested.leaves) if is_sum(program.table.of(i))
@@ -105,31 +122,36 @@ class SiteHessian(AbstractSiteMatrix):
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
-        keys = _keys(self.program.table, (site, other))
+        keys = _keys(self.program.table, Use(site, other))
         return (z > y) - (z < y), *(key in self.changes for key in keys)
 
-    def blocks_of(self, factors: Kept, values: list) -> list[Inexact[Array, "..."]]:
-        cotangents, operands, _ = factors
-        sources = _sources(self.program.table, cotangents, operands)
-        blocks = _with_curved(self, sources, self.contracted_blocks(factors, values))
+    def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
+        sources = _sources(self.program.table, factors)
+        blocks = _with_curved(self, sources, self.contracted_blocks(factors))
         if self.counts_cancelled:
             # Blocks are sums over pairs of the terms of gradients, which keep no digits
             # if these terms nearly cancel.
             table = self.program.table
-            kept = Factors(operands, cotangents, values=values)
-            flags = cancels(
-                [OfLeaf(table.of(i), kept, self.leaves[i]) for i in self._summed]
-            )
+            flags = cancels([of_leaf(table, factors, i) for i in self._summed])
             assert flags is not None
             blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
         return blocks
 
-    def of_example(self, rows: list, weight: Array | None) -> Kept:
-        """The cotangents, the operands, and the derivatives of pushes.
+    def factors(
+        self, rows: list[Array], axes: Sequence[int], weights: Array | None
+    ) -> Factors:
+        """Those of the program, with the changes of each push as their `curve`."""
+        if rows:
+            in_axes = ([*axes], None if weights is None else 0)
+            every = eqx.filter_vmap(self._of_example, in_axes=in_axes)(rows, weights)
+        else:
+            every = jax.tree.map(lambda x: x[None], self._of_example(rows, weights))
+        operands, cotangents, changes = every
+        values = self.program.values()
+        return Factors(operands, cotangents, (), values=values, curve=changes)
 
-        The latter are those of the cotangents and operands that a push changes. Axis 0
-        has the entries of its perturbations.
-        """
+    def _of_example(self, rows: list[Array], weight: Array | None) -> _Changed:
+        """The factors of one example, and how they change."""
         program, closed = self.program, self._closed
         point = program.zeros(self.leaves, rows)
         aval = program.jaxpr.outvars[0].aval
@@ -153,42 +175,40 @@ class SiteHessian(AbstractSiteMatrix):
             changes.append(
                 jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
             )
-        return outs[: len(point)], outs[len(point) :], changes
+        return _Changed(outs[len(point) :], outs[: len(point)], changes)
 
-    def structs(self) -> Kept:
-        cotangents = [*map(struct_of, self.program.table.perturbations)]
-        operands = [*map(struct_of, self.program.table.operands)]
-        every = [*cotangents, *operands]
-        total = lambda push: sum(cotangents[z].size for z in push)
+    def structs(self, num: int) -> Factors:
+        table = self.program.table
+        every = [*table.perturbations, *table.operands]
+        total = lambda push: sum(table.perturbations[z].size for z in push)
         changes = [
-            [struct_of(every[i], total(push)) for i in numbers]
+            [struct_of(every[i], num, total(push)) for i in numbers]
             for push, numbers in self.pushes
         ]
-        return cotangents, operands, changes
+        operands = [struct_of(x, num) for x in table.operands]
+        cotangents = [struct_of(x, num) for x in table.perturbations]
+        return Factors(operands, cotangents, (), num, curve=changes)
 
-    def arrays(self, use: Use, factors: Kept) -> list[Array | None]:
-        """Cotangent and operand of each site, and those `changes` that are not zero."""
-        cotangents, operands, changes = factors
-        known = (
-            self._at(changes, z, i)
-            if i is not None and (z, i) in self.changes
-            else None
-            for z, i in _keys(self.program.table, use)
-        )
-        return [*kept_of(use, cotangents, operands), *known]
+    def curve_of(self, use: Use, factors: Factors) -> _OfUse:
+        """Those changes that are not zero."""
 
-    def _at(self, changes: list[list], z: int, i: int) -> Array:
-        """A derivative in one perturbation, of what `of_example` returns."""
+        def change(z: int, i: int | None) -> Array | None:
+            if i is None or (z, i) not in self.changes:
+                return None
+            return self._at(factors.curve, z, i)
+
+        return _OfUse(*(change(z, i) for z, i in _keys(self.program.table, use)))
+
+    def _at(self, changes: list[list[Array]], z: int, i: int) -> Array:
+        """A derivative in one perturbation, of a cotangent or operand."""
         of_push = safe_zip(self.pushes, changes)
         (push, numbers), arrays = next(pair for pair in of_push if z in pair[0][0])
         sizes = {k: self.program.table.perturbations[k].size for k in push}
         start, x = sum(sizes[k] for k in push if k < z), arrays[numbers.index(i)]
         return lax.slice_in_dim(x, start, start + sizes[z], axis=1)
 
-    def costs_of_factors(
-        self, num: int, factors: Kept, values: list
-    ) -> dict[int, float]:
-        del factors, values
+    def costs_of_factors(self, num: int, factors: Factors) -> dict[int, float]:
+        del factors
         jaxpr, costs = self._closed.jaxpr, dict[int, float]()
         for push, _ in self.pushes:
             marks = [i in push for i, _ in enumerate(jaxpr.invars)]
@@ -198,25 +218,30 @@ class SiteHessian(AbstractSiteMatrix):
         return costs
 
     def terms(
-        self, use: Use, axes: list[dict[str, Axis]], arrays: list
+        self, use: Use, axes: Sequence[dict[str, Axis]], pair: PairFactors
     ) -> Iterator[list[Named]]:
-        *kept, curvature, first, second = arrays
-        triples = safe_zip(use, (kept[:2], kept[2:]), axes)
-        sides = [site_terms(site, d, a, names) for site, (d, a), names in triples]
-        if curvature is not None:
+        changes: _OfUse = pair.curve
+        sides = [
+            factors.terms(alone(site), tokens="one_hot", by_name=names)
+            for site, factors, names in safe_zip(use, pair.sides, axes)
+        ]
+        operands = [[] if x.operand is None else [x.operand] for x in sides]
+        # (∂d/∂z') a a', with the later of the two cotangents.
+        if changes.cotangent is not None:
             later = 1 if use[0].perturbation < use[1].perturbation else 0
-            change = self._change(curvature, use, axes, later, is_operand=False)
-            yield [change, *sides[0][1], *sides[1][1]]
-        for side, change in enumerate((first, second)):
+            change = self._change(changes.cotangent, use, axes, later, is_operand=False)
+            yield [change, *operands[0], *operands[1]]
+        # d (∂a/∂z') a' and d' (∂a'/∂z) a.
+        for side, change in enumerate((changes.first, changes.second)):
             if change is not None:
                 change = self._change(change, use, axes, side, is_operand=True)
-                yield [sides[side][0], change, *sides[1 - side][1]]
+                yield [sides[side].cotangent, change, *operands[1 - side]]
 
     def _change(
         self,
         x: Array,
         use: Use,
-        axes: list[dict[str, Axis]],
+        axes: Sequence[dict[str, Axis]],
         side: int,
         *,
         is_operand: bool,
@@ -236,8 +261,8 @@ class SiteHessian(AbstractSiteMatrix):
         arrange_other = jax.vmap(other.arrange, in_axes=-1, out_axes=-1)
         x = jax.vmap(arrange_other)(split)
         x = widened(x.reshape(*x.shape[:-1], *rest))
-        of_other = axes_named(axes[1 - side], other.d_axes)
-        return Named(x, (EXAMPLE, *of_other, *axes_named(axes[side], names)))
+        of_other = (axes[1 - side][name] for name in other.d_axes)
+        return Named(x, (EXAMPLE, *of_other, *(axes[side][name] for name in names)))
 
 
 def _perturbed_gradient(program: Program, remat: bool) -> Any:
@@ -245,13 +270,8 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
     leaves, rows = program.traced.zeros()
 
     def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
-        def value(point: list) -> tuple[Array, list]:
-            outs, operands, _ = program.evaluate(leaves, rows, point)
-            return outs[0], operands
-
-        value = jax.checkpoint(value) if remat else value
-        _, pull, operands = jax.vjp(value, point, has_aux=True)
-        return [*pull(weight)[0], *operands]
+        at_point = program.linearize(leaves, rows, point, remat=remat)
+        return [*at_point.pullback([weight]), *at_point.operands]
 
     weight = full_varying_as(program.jaxpr.outvars[0].aval, 1)
     return jax.make_jaxpr(gradient)(program.zeros(leaves, rows), leaves, rows, weight)
@@ -274,9 +294,7 @@ def _keys(table: SiteTable, use: Use) -> list[tuple[int, int | None]]:
     return [(min(pair), max(pair)), *safe_zip(pair[::-1], operands)]
 
 
-def _sources(
-    table: SiteTable, cotangents: list, operands: list
-) -> list[tuple[Node, Array]]:
+def _sources(table: SiteTable, factors: Factors) -> list[tuple[Node, Array]]:
     """The values that are not linear in leaves, and their gradients.
 
     The gradients are those of the sum over the examples.
@@ -288,7 +306,8 @@ def _sources(
             uses.setdefault(key, site)
 
     def gradient(site: Site, source: Node) -> Array:
-        d = cotangents[site.perturbation]
+        d = factors.cotangents[site.perturbation].array
+        operands = [x.array for x in factors.operands]
         a = site.operand_of(operands)
         shape = (*(length for _, length in source.loops), *source.shape)
 
@@ -313,7 +332,7 @@ def _with_curved(
     """
     if not sources:
         return blocks
-    table, requested, leaves = hessian.contracted, hessian.requested, hessian.leaves
+    table, requested, leaves = hessian.program.table, hessian.requested, hessian.leaves
     curved = {s.leaf: False for s in table.sites if s.source is not None}
     curved |= {s.leaf: True for s in table.sites if s.is_coupled}
 

@@ -19,7 +19,8 @@ from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._sites.axes import Axes, Axis, EXAMPLE, Named, Role
 from .._sites.contract import aligned, contract
-from .._sites.factors import Factors, gradients
+from .._sites.factors import Factors
+from .._sites.formed import gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, uses_of
 from .._sites.table import SiteTable
 

@@ -99,6 +99,7 @@ def clipping_groups(
             )
     what = "a number or a PyTree prefix of the gradient, with a number or None for"
     what += " each part"
+    # Leaves with one bound are one group, whose norm is bounded.
     bounds, members, first = [], [], 0
     for _, bound, part in match_prefix("clip_norm", clip_norm, gradient, what):
         num = len(jtu.tree_leaves(part))
@@ -107,6 +108,7 @@ def clipping_groups(
         bounds.append(checked_bound(bound) if is_one else bound)
         members.append([*range(first, first + num)])
         first += num
+    # Norms are returned for these groups, or for others that the user names.
     treedef = jtu.tree_structure(clip_norm, is_leaf=is_none)
     if norms is None:
         return Groups(bounds, members, members, treedef, scale, nan_safe)
@@ -204,6 +206,7 @@ class Groups:
         """
         if plain is None:
             return self._clipped(self._added(scaled([])))
+        # Plain squares are right unless a sum leaves the range, which a flag tells.
         dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
         wide = [x.astype(dtypes[-1]) for x in plain]
         totals = []

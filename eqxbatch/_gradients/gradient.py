@@ -29,6 +29,7 @@ from .._base.trees import safe_zip, shown
 from .._base.types import as_jax, check_types
 from .._base.versions import varying
 from .._batch.accumulators import Concat
+from .._batch.arguments import Arguments
 from .._batch.blocks import Blocks
 from .._batch.derivative import AbstractDerivative, like_parameters
 from .._batch.loop import run_blocks, runs_once
@@ -187,6 +188,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             if not eqx.is_array(bound):
                 remedy = "Use None for parts that are not clipped."
                 check_at_least("clip_norm", bound, 0, remedy)
+        # Gradients that no function needs are not materialised.
         functions = {"transform": self.transform, "metrics": self.metrics}
         of_gradients = [name for name, x in functions.items() if x is not None]
         if self.method == "sites" and of_gradients:
@@ -209,6 +211,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                     "`norms` says which norms `return_norms` returns and `scale` gets, "
                     "but neither is given. Pass one of them, or leave `norms` out."
                 )
+        # What is about single examples needs a loss of one example.
         norms = ["clip_norm, scale, nan_safe or return_norms"] * self.needs_norms
         more = ["moments"] * self.moments + ["against"] * (self.against is not None)
         per_example = [*of_gradients, *norms, *more]
@@ -227,6 +230,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 "the loss is that of a whole microbatch, which calls `jax.vmap` with "
                 "an `axis_name` itself. Leave one of them out."
             )
+        # Gradients are added up over examples before an accumulator could see them.
         accumulator = self.gradient_accumulator
         if self.transform is None and not isinstance(accumulator, Sum | Mean):
             raise TypeError(
@@ -295,6 +299,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         gradient, for a [`eqxbatch.Mean`][], whose divisor depends on the examples, and
         for weights without `weight`.
         """
+        # A leaf in a group without a bound leaves the share of an example unbounded.
         diff, _ = self.parameters((model,), {})
         groups = clipping_groups(self.clip_norm, None, None, False, diff)
         bounds = [x for x, part in safe_zip(groups.bounds, groups.members) if part]
@@ -333,7 +338,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     def coupling_axis(self) -> Hashable | None:
         return self.axis_name
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         loss = self.loss_of(args, kwargs)
         diff, batch = loss.diff, loss.batch
         blocks = self.blocks(batch, args, kwargs, batch.total())
@@ -346,6 +351,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             # With shares of two microbatches, gradients would be formed; see
             # `gradient_of_nonlinear`.
             blocks = dataclasses.replace(blocks, overlaps=False)
+        # Weights and bounds of examples are cut as their arrays are.
         rows = rows_and_weights(self.gradient_accumulator, batch)
         loss = dataclasses.replace(loss, padding=Padding.of(rows))
         bounds = self._bounds_of_examples
@@ -358,6 +364,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         limit = self.limit(blocks)
         of_whole, of_each = run_blocks(run, rows, blocks, self.slots, limit)
         results = {**of_whole, **of_each}
+        # Parameters that devices share have one gradient, summed over these.
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
                 lambda x, d: sum_except(d.astype(x.dtype), varying(jax.typeof(x))),

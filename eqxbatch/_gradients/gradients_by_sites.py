@@ -37,13 +37,11 @@ from .._sites.cost import Contraction, Method, plan
 from .._sites.factors import (
     Factor,
     Factors,
-    gradients,
     has_weights,
-    inner_products,
     kept_examples,
-    weighted_sum,
     weights_of,
 )
+from .._sites.formed import gradients, inner_products, weighted_sum
 from .._sites.gram import has_norms_of_factors, OfLeaf, squares_of_factors
 from .._sites.program import OF_LOSS
 from .._sites.site import Site
@@ -169,8 +167,7 @@ class SiteGradients:
         return dict(safe_zip(leaves, squares))
 
     def _of_leaf(self, leaf: int) -> OfLeaf:
-        sites = self.table.of(leaf)
-        return OfLeaf(sites, self.factors, self.leaves[leaf])
+        return OfLeaf(self.table.of(leaf), self.factors, self.leaves[leaf])
 
     def _gradients(self, leaf: int) -> Array:
         return gradients(*self._of_leaf(leaf))
@@ -199,7 +196,7 @@ class SiteGradients:
         """
         powers, scaled = [], []
         for uses in self._sums.values():
-            power, of_leaf = _scaled(uses)
+            power, of_leaf = _with_squares_in_range(uses)
             powers.append(power)
             scaled.append(of_leaf)
         with exact_products():
@@ -308,19 +305,19 @@ class SiteGradients:
             total = jnp.tensordot(weights, formed, 1, precision=whole)
             return total.reshape(struct.shape)
         sites = self.table.of(leaf)
-        if self.factors.of(sites[0])[1].array.dtype == jnp.float16:
+        if self.factors.of(sites[0]).cotangent.array.dtype == jnp.float16:
             factors, weights = _balanced(sites, factors, weights)
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _scaled(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
+def _with_squares_in_range(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
     """Factors with squares in range, for norms divided by a power of two.
 
     Its exponent comes first.
     """
     (sites, factors, _), separate = uses, uses.with_own_factors()
-    pairs = map(separate.factors.of, separate.sites)
-    operands, cotangents = safe_zip(*pairs)
+    of_sites = map(separate.factors.of, separate.sites)
+    operands, cotangents, _ = safe_zip(*of_sites)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     exponent = exponent_of(power)
@@ -348,7 +345,9 @@ def _balanced(
     numbers = {s.operand for s in sites if s.operand is not None}
     power = _common_power([factors.operands[i] for i in numbers])
     operands = [
-        a.of(_over(a, power).array.astype(a.array.dtype)) if i in numbers else a
+        a.of(_over(a, power).array.astype(a.array.dtype))
+        if i in numbers and a is not None
+        else a
         for i, a in enumerate(factors.operands)
     ]
     balanced = factors.replaced(operands, factors.cotangents)
@@ -361,7 +360,7 @@ def _have_size(sites: Sequence[Site], factors: Factors) -> bool:
     Tokens cannot be scaled, a missing operand stands for ones, and integers and bools
     must keep their values.
     """
-    operands = [factors.of(site)[0] for site in sites]
+    operands = [factors.of(site).operand for site in sites]
     return all(
         a is not None and jnp.issubdtype(a.array.dtype, jnp.inexact) for a in operands
     )

@@ -26,6 +26,7 @@ from .._base.narrow import is_narrow_dtype
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.types import check_types
+from .._batch.arguments import Leaves, RowArrays, ValueAndAux
 from .._batch.loss import Loss
 from .._batch.memory import explained_failure
 from .._batch.padding import Padding, unless_padding
@@ -56,10 +57,14 @@ _INSIDE = (
 _Result = PyTree[Shaped[ArrayLike, "..."]]
 
 
+# What `equinox.filter_value_and_grad` returns for a function with aux.
+_ValueAndGradient = tuple[ValueAndAux, PyTree]
+
+
 def gradient_of_microbatch(loss: Loss) -> BlockGradients:
     """The gradient of a loss of a whole microbatch."""
 
-    def of_rows(diff: PyTree, rows: list) -> tuple[Array, PyTree]:
+    def of_rows(diff: PyTree, rows: RowArrays) -> ValueAndAux:
         call = functools.partial(loss, diff)
         setting = "microbatch", _IF_ONE, rows, _INSIDE
         with explained_failure(call, loss.batch, *setting):
@@ -79,10 +84,10 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 def _unrounded(fun: Callable[[PyTree, list], tuple[Array, PyTree]]) -> Callable:
     """Values and gradients as of Equinox, in float32 for parameters in float8."""
 
-    def value_and_grad(diff: PyTree, rows: list) -> tuple[tuple[Array, PyTree], PyTree]:
+    def value_and_grad(diff: PyTree, rows: RowArrays) -> _ValueAndGradient:
         whole = TracedFunction(fun, diff, rows)
 
-        def value(leaves: list) -> tuple[Array, list]:
+        def value(leaves: list[Array]) -> ValueAndAux:
             outs = whole.one(leaves, rows)
             return outs[0], outs
 
@@ -92,7 +97,7 @@ def _unrounded(fun: Callable[[PyTree, list], tuple[Array, PyTree]]) -> Callable:
     return value_and_grad
 
 
-def value_and_aux(example: TracedFunction, arrays: list) -> dict[str, PyTree]:
+def value_and_aux(example: TracedFunction, arrays: Leaves) -> dict[str, PyTree]:
     """Value and aux, from the arrays that the loss returns."""
     value, aux = example.output(arrays)
     return {"value": value, "aux": aux}
@@ -189,7 +194,7 @@ def _of_sum(
 ) -> Results:
     """The gradient of the sum of the values that `run` returns first."""
 
-    def values(leaves: list) -> tuple[Array, list]:
+    def values(leaves: list[Array]) -> ValueAndAux:
         outs = run(leaves, rows.arrays)
         return outs[0], outs
 
@@ -219,33 +224,35 @@ def materialised_gradients(
     transform = functions.pop("transform", None)
 
     def one(*rows: Array) -> dict[str, PyTree]:
-        def value(leaves: list) -> tuple[Array, list]:
+        def value(leaves: list[Array]) -> ValueAndAux:
             outs = example.one(leaves, rows)
             return outs[0], outs
 
         leaves, outs = jax.grad(value, has_aux=True)(example.leaves)
         gradient = example.tree(leaves)
+        # Functions of the user get gradients in the dtypes of their parameters.
         given = example.cast(leaves)
         results = {
-            name: _called(name, function, given) for name, function in functions.items()
+            name: _result_of_user(name, function, given)
+            for name, function in functions.items()
         }
         if transform is not None:
-            gradient = _called("transform", transform, given)
+            gradient = _result_of_user("transform", transform, given)
         return {**results, "gradient": gradient, "outs": outs}
 
     def gradients(rows: Rows) -> Results:
         results = eqx.filter_vmap(one, in_axes=rows.axes)(*rows.arrays)
+        # Clipping comes last: `transform` changes what is clipped.
         outs = results.pop("outs")
         if groups_of is not None:
             groups = groups_of(results["gradient"]).of_rows(rows.bounds)
-            clipped = _clipped(results["gradient"], groups)
-            results["gradient"], results["norms"] = clipped
+            results.update(_clipped_gradients(results["gradient"], groups))
         return {}, {**results, **value_and_aux(example, outs)}
 
     return gradients
 
 
-def inner_product(direction: list, gradient: PyTree) -> Real[Array, ""]:
+def inner_product(direction: list[Array], gradient: PyTree) -> Real[Array, ""]:
     """The inner product of a gradient with a direction, a list of leaves.
 
     A complex leaf counts as its real and its imaginary part.
@@ -259,7 +266,9 @@ def inner_product(direction: list, gradient: PyTree) -> Real[Array, ""]:
     return sum(products, jnp.zeros((), dtype))
 
 
-def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyTree:
+def _result_of_user(
+    name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree
+) -> PyTree:
     """The result of a user's function of a gradient, which must have an array."""
     out = fun(gradient)
     arrays = eqx.filter(out, eqx.is_array_like)
@@ -268,7 +277,7 @@ def _called(name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree) -> PyT
     return out
 
 
-def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
+def _clipped_gradients(gradients: PyTree, groups: "Groups") -> dict[str, PyTree]:
     """Clipped per-example gradients, and their norms."""
     leaves, treedef = jtu.tree_flatten(gradients)
     scaled = lambda scales: [*map(squares_one_by_one(), leaves, scales)]
@@ -279,4 +288,5 @@ def _clipped(gradients: PyTree, groups: "Groups") -> tuple[PyTree, PyTree]:
     ]
     if clipped.is_kept is not None:
         scaled = [kept_examples(x, clipped.is_kept) for x in scaled]
-    return jtu.tree_unflatten(treedef, scaled), clipped.norms
+    gradients = jtu.tree_unflatten(treedef, scaled)
+    return {"gradient": gradients, "norms": clipped.norms}

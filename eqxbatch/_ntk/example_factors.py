@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,10 +15,8 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.compile import num_bytes
 from .._base.mesh import explicit_mesh
-from .._base.structs import vary
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
-from .._base.versions import varying
 from .._batch.accumulators import Concat
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
@@ -26,11 +24,10 @@ from .._kernels.grid import Grid, Sizes
 from .._sites.cancel import cancels
 from .._sites.cost import Cost, forming_cost, gram_cost
 from .._sites.factors import Factor, Factors
-from .._sites.gram import has_gram, OfLeaf
+from .._sites.gram import has_gram, of_leaf, OfLeaf
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.program import Program
-from .._sites.site import positions
-from .._sites.table import SiteTable
+from .._sites.site import positions, Site
 from .metric import InMetric, Metric
 from .output_axes import OutputAxes
 from .traced_model import TracedModel
@@ -42,21 +39,24 @@ def num_pairs(grid: Grid, output: OutputAxes) -> int:
 
 
 class KeptFactors(eqx.Module):
-    """The factors of some examples.
+    """The factors of some examples, for all outputs; while traced, arrays of one.
 
     - `values`: the outputs of the function, if requested.
-    - `operands`: the operands of sites, by index.
-    - `cotangents`: for each output, cotangents of sites and Jacobians, by index.
+    - `operands`: those of the sites; None where no output needs it.
+    - `cotangents`: for each output, those of the sites; None where it needs none.
+    - `jacobians`: for each output, the gradients that are kept in place of factors, by
+        leaf.
     - `of_views`: the arrays that views of sites read.
     - `cancelled`: for each output, whether terms of a gradient nearly cancel; None if
         this cannot be.
     - `residuals`: those of the derivative, which `Products` needs for rows.
     """
 
-    values: list[Factor] = eqx.field(default_factory=list)
-    operands: dict[int, Factor] = eqx.field(default_factory=dict)
-    cotangents: list[dict[int, Factor]] = eqx.field(default_factory=list)
-    of_views: list[Factor | None] = eqx.field(default_factory=list)
+    values: Sequence[Any] = eqx.field(default_factory=list)
+    operands: Sequence[Any] = eqx.field(default_factory=list)
+    cotangents: Sequence[Sequence[Any]] = eqx.field(default_factory=list)
+    jacobians: list[dict[int, Factor]] = eqx.field(default_factory=list)
+    of_views: Sequence[Any] = eqx.field(default_factory=list)
     cancelled: list[Factor | None] = eqx.field(default_factory=list)
     residuals: list[Factor] = eqx.field(default_factory=list)
 
@@ -89,18 +89,17 @@ def _are_plain(rows: list) -> bool:
     return not any(map(is_key, rows)) and explicit_mesh(rows) is None
 
 
-def _arrays(factors: list[Factor | None]) -> list:
-    return [None if x is None else x.array for x in factors]
-
-
 class ExampleFactors:
     """Computes the factors of the examples of one side, for each output.
+
+    These are those of `Program.factors`. In addition, what examples share is computed
+    once, and the factors may be coordinates in a metric.
 
     - `table`: the sites of the function, or their coordinates in a metric.
     - `inners`: the inner product of the factors of each leaf.
     - `outputs`: the outputs whose Jacobians are combined.
-    - `kept`: for each of them, the table with a Jacobian in place of the sites of
-        some leaves; see `form`.
+    - `formed`: for each of them, the leaves whose gradients are kept in place of the
+        factors of their sites.
     """
 
     def __init__(
@@ -126,6 +125,7 @@ class ExampleFactors:
         blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
         Jacobians are kept as its coordinates.
         """
+        # Without outputs, only values are kept, and no leaf needs sites.
         program = Program(
             traced,
             use_rules=use_rules,
@@ -138,57 +138,42 @@ class ExampleFactors:
         plain = [PlainProduct() for _ in self.table.leaves]
         self.inners = plain if in_metric is None else in_metric.inners()
         self.outputs = outputs
-        self.kept = [self.table for _ in outputs]
+        self.formed: list[list[int]] = [[] for _ in outputs]
         self._rows, self._are_all = rows, are_all
         self._num_values = num_outputs if keeps_values else 0
 
-        def run(operands: list, rows: list) -> tuple[list, list, list[list], list]:
-            leaves, cotangents = operands
-            outs, a, pullback = program.linearize(leaves, rows, num_outputs)
-            pulled, leads = [], []
-            for output, directions in safe_zip(outputs, cotangents):
-                num = len(output.directions(0))
-                lead, shape = directions.shape[:num], directions.shape[num:]
-                leads.append(lead)
-
-                def pull(direction: Array, index: int = output.index) -> list:
-                    zeros = [jnp.zeros_like(out) for out in outs]
-                    direction = vary(direction, varying(jax.typeof(outs[index])))
-                    return pullback([*zeros[:index], direction, *zeros[index + 1 :]])
-
-                each = directions.reshape(-1, *shape)
-                if each.shape[0] == 1:
-                    # An axis of size 1 would lead to other, slower matrix products.
-                    found = [d[None] for d in pull(each[0])]
-                else:
-                    found = jax.vmap(pull)(each)
-                pulled.append([d.reshape(*lead, *d.shape[1:]) for d in found])
+        def run(inputs: list, rows: list) -> KeptFactors:
+            leaves, seeds = inputs
+            directions = [
+                output.directions_of(x, num_outputs, side)
+                for output, x in safe_zip(outputs, seeds)
+            ]
+            outs, operands, pulled = program.of_example(rows, directions, leaves)
+            cotangents = [x.cotangents for x in pulled]
             values = program.values(leaves)
             if in_metric is None:
-                return outs, a, pulled, values
-            pairs = [
-                [*itertools.chain(*in_metric.pairs(a, d, lead, values))]
-                for d, lead in safe_zip(pulled, leads)
-            ]
+                return KeptFactors(outs, operands, cotangents, of_views=values)
+            # The table of the metric has the sites of all parts in order.
+            of_parts = (
+                in_metric.pairs(operands, x, seed.shape[: len(y.axes)], values)
+                for x, y, seed in safe_zip(cotangents, directions, seeds)
+            )
+            pairs = [[*itertools.chain(*x)] for x in of_parts]
             operands = [a for a, _ in pairs[0] if a is not None]
-            return outs, operands, [[d for _, d in of_out] for of_out in pairs], []
+            return KeptFactors(outs, operands, [[d for _, d in x] for x in pairs])
 
-        operands = [traced.leaves, [output.cotangents(side) for output in outputs]]
-        self._run = TracedFunction(run, operands, rows.arrays, rows.axes)
+        inputs = [traced.leaves, [output.cotangents(side) for output in outputs]]
+        self._run = TracedFunction(run, inputs, rows.arrays, rows.axes)
 
-    def form(self, leaves: Sequence[Sequence[int]]) -> None:
-        """Keeps Jacobians in place of factors, for some leaves of each output."""
-        self.kept = [self.table.with_jacobians(formed) for formed in leaves]
-
-    def structs(self, num: int) -> tuple[list, list, list[list], list]:
+    def structs(self, num: int) -> KeptFactors:
         """The shapes of what is computed for `num` examples."""
         return self._output(
             jax.ShapeDtypeStruct((num,) * has + x.shape, x.dtype)
             for x, has in safe_zip(self._run.structs, self._run.has_examples)
         )
 
-    def _output(self, arrays: Iterable) -> tuple[list, list, list[list], list]:
-        """Outputs, operands, cotangents of each output, and values, as `Factor`s."""
+    def _output(self, arrays: Iterable[Any]) -> KeptFactors:
+        """All factors from the arrays of the traced program."""
         return self._run.output([*map(Factor, arrays, self._run.has_examples)])
 
     def of(self, rows: list) -> KeptFactors:
@@ -225,50 +210,58 @@ class ExampleFactors:
 
     def _of(self, rows: list) -> KeptFactors:
         # What does not depend on the example is computed once for all of them.
-        outs, operands, cotangents, of_views = self._output(self._run.run(rows))
-        table, num = self.table, len(self.table.perturbations)
-        kept: list[dict[int, Factor]] = []
+        whole = self._output(self._run.run(rows))
+        table = self.table
+        used = [i for i, _ in enumerate(table.leaves) if table.of(i)]
+        jacobians: list[dict[int, Factor]] = []
         cancelled: list[Factor | None] = []
-        for output, own, pulled in safe_zip(self.outputs, self.kept, cotangents):
-            factors = Factors(
-                operands, pulled, output.directions(0), values=_arrays(of_views)
+        # The sites of leaves whose factors are kept, for each output.
+        by_output: list[list[Site]] = []
+        for which, formed in enumerate(self.formed):
+            # Whether terms cancel is asked where they are still known: not in tiles.
+            factors = self.factors(whole, which)
+            leaves = {i: of_leaf(table, factors, i) for i in (*used, *formed)}
+            jacobians.append(
+                {i: self.inners[i].coordinates(leaves[i].jacobian()) for i in formed}
             )
-            found, as_they_are = {}, {}
-            for site in own.sites:
-                of_leaf = factors_of_leaf(table, factors, site.leaf)
-                if site.perturbation < num:
-                    as_they_are[site.leaf] = of_leaf
-                    found[site.perturbation] = pulled[site.perturbation]
-                else:
-                    inner = self.inners[site.leaf]
-                    found[site.perturbation] = inner.coordinates(of_leaf.jacobian())
-            kept.append(found)
-            leaves = sorted(as_they_are)
-            of_leaves = [as_they_are[leaf] for leaf in leaves]
-            cancelled.append(cancels(of_leaves, [self.inners[i] for i in leaves]))
-        every = [site for own in self.kept for site in own.sites]
-        used = {i for site in every for i in (site.operand, site.which)}
-        operands = {i: x for i, x in enumerate(operands) if i in used}
-        values = outs[: self._num_values]
-        return KeptFactors(values, operands, kept, of_views, cancelled)
+            as_they_are = [i for i in used if i not in formed]
+            inners = [self.inners[i] for i in as_they_are]
+            cancelled.append(cancels([leaves[i] for i in as_they_are], inners))
+            by_output.append([site for i in as_they_are for site in table.of(i)])
+        # Everything else would be kept for nothing.
+        sites = [*itertools.chain(*by_output)]
+        operands = _only(
+            {i for x in sites for i in (x.operand, x.which)}, whole.operands
+        )
+        cotangents = [
+            _only({x.perturbation for x in sites}, of_output)
+            for sites, of_output in safe_zip(by_output, whole.cotangents)
+        ]
+        values = whole.values[: self._num_values]
+        return KeptFactors(
+            values, operands, cotangents, jacobians, whole.of_views, cancelled
+        )
 
     def inner(self, which: int, leaf: int) -> AbstractInnerProduct:
         """The inner product of what is kept of a leaf, for an output."""
-        num = len(self.table.perturbations)
-        is_formed = any(x.perturbation >= num for x in self.kept[which].of(leaf))
-        return PlainProduct() if is_formed else self.inners[leaf]
+        return PlainProduct() if leaf in self.formed[which] else self.inners[leaf]
 
-    def factors(self, kept: KeptFactors, which: int, side: int) -> Factors:
-        """The factors that belong to an output, for `sites` of `kept[which]`."""
-        none = Factor(None, has_examples=False)
-        of = lambda found, num: [found.get(i, none) for i in range(num)]
-        table, output = self.kept[which], self.outputs[which]
+    def factors(self, kept: KeptFactors, which: int, side: int = 0) -> Factors:
+        """The factors that belong to an output."""
         return Factors(
-            of(kept.operands, len(table.operands)),
-            of(kept.cotangents[which], len(table.perturbations)),
-            output.directions(side),
-            values=_arrays(kept.of_views),
+            [*kept.operands],
+            [*kept.cotangents[which]],
+            self.outputs[which].directions(side),
+            values=[None if x is None else x.array for x in kept.of_views],
+            jacobians=kept.jacobians[which] if kept.jacobians else {},
         )
+
+
+def _only(
+    numbers: Collection[int | None], factors: Sequence[Factor | None]
+) -> list[Factor | None]:
+    """The factors with these numbers, and None in place of the others."""
+    return [x if i in numbers else None for i, x in enumerate(factors)]
 
 
 def features(
@@ -288,15 +281,15 @@ def features(
         num_outputs=len(outputs),
         metric=model.request.metric,
     )
-    num_leaves, first = len(side.table.leaves), len(side.table.perturbations)
-    side.form([range(num_leaves) for _ in outputs])
+    num_leaves = len(side.table.leaves)
+    side.formed = [[*range(num_leaves)] for _ in outputs]
 
     def of_rows(rows: Rows) -> list[Array]:
         results, kept = [], side.of(rows.arrays)
-        for output, found in safe_zip(outputs, kept.cotangents):
+        for output, jacobians in safe_zip(outputs, kept.jacobians):
             lead = [output.sizes[axis] for axis in output.directions(0)]
             whole = []
-            for factor in (found[first + leaf] for leaf in range(num_leaves)):
+            for factor in (jacobians[leaf] for leaf in range(num_leaves)):
                 x = factor.array if factor.has_examples else factor.array[None]
                 size = math.prod(x.shape[1 + len(lead) :])
                 x = x.reshape(x.shape[0], *lead, size)
@@ -308,40 +301,52 @@ def features(
     return model.programs[0].output(accumulated(of_rows, rows, size, Concat()))
 
 
-def factors_of_leaf(table: SiteTable, factors: Factors, leaf: int) -> OfLeaf:
-    return OfLeaf(table.of(leaf), factors, table.leaves[leaf])
+class LeafCosts(NamedTuple):
+    """The cost of the products of a leaf in kernels, in floating-point operations.
+
+    - `by_factors`: with the factors of its sites; infinite if they do not suffice.
+    - `by_jacobian`: with its Jacobian, which is formed and kept; infinite if it is kept
+        as a factor anyway.
+    """
+
+    by_factors: float
+    by_jacobian: float
+
+
+class Formed(NamedTuple):
+    """The leaves whose Jacobians are kept, and the cost of all contractions."""
+
+    leaves: list[int]
+    cost: float
 
 
 def choose_formed(
     first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
-) -> tuple[list[int], float]:
-    """The leaves whose Jacobian is kept, for the output with index `which`.
-
-    Also returns the cost of all contractions, in floating-point operations.
-    """
+) -> Formed:
+    """The leaves whose Jacobian is kept, for the output with index `which`."""
     costs = leaf_costs(first, second, which, grid)
     # If a product of factors would start by forming the Jacobians, it is better to form
     # them separately.
     formed = [leaf for leaf, (gram, own) in enumerate(costs) if own < 1.2 * gram]
-    return formed, sum(map(min, costs))
+    return Formed(formed, sum(map(min, costs)))
 
 
 def leaf_costs(
     first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
-) -> list[tuple[float, float]]:
-    """For each leaf, the cost with its factors, and that with its Jacobian."""
+) -> list[LeafCosts]:
+    """The costs for each leaf."""
     both, output = (first, second), first.outputs[which]
     example, out = output.examples[-1], (*output.out, *output.parts)
 
     def products(first: OfLeaf, second: OfLeaf) -> Cost:
         return gram_cost(first, second, example, out) * num_pairs(grid, output)
 
-    def of_leaf(leaf: int, sides: list[Factors]) -> tuple[float, float]:
+    def of_one(leaf: int, sides: list[Factors]) -> LeafCosts:
         pairs = safe_zip(both, sides)
-        own = [factors_of_leaf(side.table, factors, leaf) for side, factors in pairs]
+        own = [of_leaf(side.table, factors, leaf) for side, factors in pairs]
         sites = [x.sites for x in own]
         if not all(sites):
-            return 0.0, math.inf
+            return LeafCosts(0.0, math.inf)
         by_gram = math.inf
         if has_gram(*sites):
             by_gram = products(*own).time * first.inners[leaf].num_terms
@@ -352,25 +357,20 @@ def leaf_costs(
                 len(uses) == 1 and uses[0].operand is None and not positions(uses[0])
                 for uses in sites
             ):
-                return by_gram, math.inf
+                return LeafCosts(by_gram, math.inf)
         forms = Cost()
         for side, (uses, factors, _) in enumerate(own):
             if side == 0 or not grid.is_same:
                 forms += forming_cost(uses, factors) * grid.num(side)
         jacobians = (x.perturbed_itself(x.jacobian()) for x in own)
-        return by_gram, (forms + products(*jacobians)).time
+        return LeafCosts(by_gram, (forms + products(*jacobians)).time)
 
-    def count(structs: list) -> list[tuple[float, float]]:
+    def count(structs: list[KeptFactors]) -> list[LeafCosts]:
         sides = [
-            Factors(
-                operands,
-                pulled[which],
-                output.directions(side),
-                values=_arrays(of_views),
-            )
-            for side, (_, operands, pulled, of_views) in enumerate(structs)
+            side.factors(of_side, which, number)
+            for number, (side, of_side) in enumerate(safe_zip(both, structs))
         ]
-        return [of_leaf(leaf, sides) for leaf, _ in enumerate(first.table.leaves)]
+        return [of_one(leaf, sides) for leaf, _ in enumerate(first.table.leaves)]
 
     pairs = safe_zip(both, grid.sizes)
     return eqx.filter_eval_shape(count, [side.structs(num) for side, num in pairs])

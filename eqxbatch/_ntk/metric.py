@@ -29,7 +29,8 @@ from .._curvature.damped_product import DampedProduct
 from .._curvature.kronecker_factors import KroneckerFactors
 from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated, VECTOR
 from .._curvature.pytree import joined, Unravel
-from .._sites.factors import Factors, gradients
+from .._sites.factors import Factors
+from .._sites.formed import gradients
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
 from .._sites.program import Program

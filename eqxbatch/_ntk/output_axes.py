@@ -16,6 +16,7 @@ from .._base.dtypes import is_complex
 from .._base.trees import described, safe_zip
 from .._sites.axes import Axes, Axis, EXAMPLE, Named, OTHER_EXAMPLE, Role
 from .._sites.contract import contract
+from .._sites.program import Directions, Seeds
 
 
 OutputRole = Literal["full", "diagonal", "trace"]
@@ -143,6 +144,13 @@ class OutputAxes:
             terms.append(Named(parts, (_PARTS[side],)))
         terms = terms or [Named(jnp.ones((), self.dtype), ())]
         return contract(terms, (*self.directions(side), *entries))
+
+    def directions_of(
+        self, cotangents: Inexact[Array, "..."], num_outputs: int, side: int
+    ) -> Directions:
+        """The `cotangents`, among zeros for all other outputs."""
+        seeds = [cotangents if i == self.index else None for i in range(num_outputs)]
+        return Directions(lambda *_: Seeds(seeds), self.directions(side))
 
     @property
     def out(self) -> Axes:

@@ -39,14 +39,13 @@ from .._sites.cancel import grams
 from .._sites.contract import contract
 from .._sites.cost import Cost, num_products
 from .._sites.factors import Factor
-from .._sites.gram import OfLeaf
+from .._sites.gram import of_leaf, OfLeaf
 from .._sites.table import SiteTable
 from .example_factors import (
     bytes_of_examples,
     choose_formed,
     divided,
     ExampleFactors,
-    factors_of_leaf,
     is_factor,
     KeptFactors,
     num_pairs,
@@ -203,9 +202,9 @@ class Sites(AbstractPairing):
         of_sides: list[dict[int, OfLeaf]] = []
         sides = self.sides[0], self.sides[-1]
         for number, (side, kept) in enumerate(safe_zip(sides, (first, second))):
-            table, factors = side.kept[which], side.factors(kept, which, number)
+            table, factors = side.table, side.factors(kept, which, number)
             leaves = {site.leaf for site in table.sites}
-            of_sides.append({i: factors_of_leaf(table, factors, i) for i in leaves})
+            of_sides.append({i: of_leaf(table, factors, i) for i in leaves})
         both = sorted(of_sides[0].keys() & of_sides[1].keys())
         pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
         cancelled = [kept.cancelled[which] for kept in (first, second)]
@@ -262,8 +261,8 @@ class Products(AbstractPairing):
         lead = [output.sizes[axis] for axis in directions]
         tangents = []
         for jacobian in jacobians:
-            x = jacobian.array
-            shape = x.shape[jacobian.has_examples :][len(directions) :]
+            assert jacobian is not None
+            x, shape = jacobian.array, jacobian.shape_of_one()[len(directions) :]
             if not jacobian.has_examples:
                 x = jnp.broadcast_to(x, (num[1], *x.shape))
             x = jnp.conj(x.reshape(num[1], math.prod(lead), *shape))
@@ -373,7 +372,7 @@ def choose_pairing(
             )
         )
         for side in made.values():
-            side.form(formed)
+            side.formed = [*formed]
         is_only = method != "auto" or model.request.metric is not None
         if is_only or any(axes.probes is not None for axes in ntk):
             return pairing

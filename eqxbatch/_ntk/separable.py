@@ -39,7 +39,7 @@ from .._curvature.damped_product import DampedProduct
 from .._sites.axes import Axes, Axis, EXAMPLE
 from .._sites.cancel import is_any
 from .._sites.factors import Factor
-from .._sites.gram import gram, OfLeaf
+from .._sites.gram import gram, OfLeaf, SquaredNorms
 from .._sites.inner_product import AbstractInnerProduct
 
 
@@ -86,12 +86,10 @@ class SeparableProduct(AbstractInnerProduct):
         return _sum_of_terms(
             *(self.damped, self.scales),
             lambda *scales: gram(_scaled(uses, *scales), other, example, out),
-            [x.array for y in (uses, other) for x in y.factors.cotangents],
+            _cotangents(uses) + _cotangents(other),
         )
 
-    def squares(
-        self, uses: OfLeaf
-    ) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
+    def squares(self, uses: OfLeaf) -> SquaredNorms:
         out = (EXAMPLE, *uses.factors.outputs)
         squared = _squared(uses)
 
@@ -99,9 +97,9 @@ class SeparableProduct(AbstractInnerProduct):
             total = gram(_scaled(uses, *scales), uses, EXAMPLE, out)
             return total, _sum_of_entries(_scaled(squared, *scales))
 
-        arrays = [x.array for x in uses.factors.cotangents]
-        total, apart = _sum_of_terms(self.damped, self.scales, term, arrays)
-        return jnp.maximum(total, 0), jnp.maximum(apart, 0)
+        found = _sum_of_terms(self.damped, self.scales, term, _cotangents(uses))
+        total, apart = found
+        return SquaredNorms(jnp.maximum(total, 0), jnp.maximum(apart, 0))
 
     def coordinates(self, jacobian: Factor) -> Factor:
         return _times(jacobian, self.root)
@@ -114,6 +112,10 @@ class SeparableProduct(AbstractInnerProduct):
         return math.ceil(_rate(self.root.dtype) * span)
 
 
+def _cotangents(uses: OfLeaf) -> list[Array]:
+    return [x.array for x in uses.factors.cotangents if x is not None]
+
+
 def _scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:
     """The leaf with its gradients, as matrices, scaled by rows and by columns."""
     scales = {"rows": of_rows, "columns": of_columns}
@@ -123,6 +125,8 @@ def _scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:
         rule = site.rule
         assert site.operand is not None
         a, d = operands[site.operand], cotangents[site.perturbation]
+        assert a is not None
+        assert d is not None
         d = _times(d, scales[rule.d_axes[-1]])
         if rule.token is None:
             operands[site.operand] = _times(a, scales[rule.a_axes[-1]])
@@ -151,10 +155,10 @@ def _squared(uses: OfLeaf) -> OfLeaf:
     is_tokens = {site.operand for site in uses.sites if site.rule.token is not None}
     square = lambda x: x.of(jnp.square(widened(x.array)))
     operands = [
-        x if i in is_tokens or x.array is None else square(x)
+        x if i in is_tokens or x is None else square(x)
         for i, x in enumerate(factors.operands)
     ]
-    cotangents = [x if x.array is None else square(x) for x in factors.cotangents]
+    cotangents = [None if x is None else square(x) for x in factors.cotangents]
     return uses._replace(factors=factors.replaced(operands, cotangents))
 
 
@@ -162,7 +166,7 @@ def _sum_of_entries(uses: OfLeaf) -> Real[Array, "n *outputs"]:
     """The sum of all entries of the gradients."""
     total: Any = 0
     for site in uses.sites:
-        a, d = uses.factors.of(site)
+        a, d, _ = uses.factors.of(site)
         assert a is not None
         x = jnp.sum(d.array if d.has_examples else d.array[None], axis=-1)
         if site.rule.token is None:

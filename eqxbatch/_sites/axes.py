@@ -77,6 +77,9 @@ class Axis(NamedTuple):
 Axes = tuple[Axis, ...]
 
 
+Shape = tuple[int, ...]
+
+
 EXAMPLE = Axis(Role.EXAMPLE, side=0)
 OTHER_EXAMPLE = Axis(Role.EXAMPLE, side=1)
 
@@ -89,6 +92,10 @@ class Named(NamedTuple):
 
     array: Array
     axes: Axes
+
+    def __repr__(self) -> str:
+        along = ", ".join(map(repr, self.axes)) or "no axis"
+        return f"<array of shape {self.array.shape} along {along}>"
 
 
 def axes_in(terms: Iterable[Named]) -> dict[Axis, None]:

@@ -14,7 +14,7 @@ that tokens select. Other gradients are formed, a few at a time.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +38,8 @@ from .._base.trees import safe_zip
 from .._base.versions import varying
 from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
 from .contract import contract
-from .factors import (
-    Factor,
-    Factors,
-    gradients,
-    has_rows,
-    rows_of_tokens,
-    scale_of,
-    site_terms,
-)
+from .factors import Factor, Factors, scale_of
+from .formed import gradients, rows_of_tokens, selects_rows
 from .gram import gram, OfLeaf, squares
 from .inner_product import AbstractInnerProduct, PlainProduct
 from .site import axes_of, has_named_axes, is_outer_product, is_sum, Site
@@ -76,23 +69,28 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     totals = [norms[i] for i in separate]
     formed = lambda: _for_each_formed(parts, totals[0].shape[0], norms_of)
     flags = jnp.stack([*separate.values()])
-    chosen = unless_cancelled(flags, _arrays(parts), totals, formed)
+    chosen = unless_cancelled(flags, _arrays_of(parts), totals, formed)
     for i, norm in safe_zip(separate, chosen):
         norms[i] = norm
     return norms
 
 
-def norms_unless_cancelled(
-    leaves: Sequence[OfLeaf],
-) -> tuple[list[Real[Array, " n"]], dict[int, Bool[Array, ""]]]:
+class Norms(NamedTuple):
     """Squared norms of gradients with respect to each leaf.
 
-    Also returns for each leaf whose terms may cancel whether they nearly do: the norm
-    is not exact then.
+    - `cancelled`: for each leaf whose terms may cancel, by its position, whether they
+        nearly do: the norm is not exact then.
     """
+
+    squares: list[Real[Array, " n"]]
+    cancelled: dict[int, Bool[Array, ""]]
+
+
+def norms_unless_cancelled(leaves: Sequence[OfLeaf]) -> Norms:
+    """Norms from the factors of sites, which are exact unless terms cancel."""
     norms, separate = [], {}
     for i, uses in enumerate(leaves):
-        if has_rows(uses.sites):
+        if selects_rows(uses.sites):
             (site,) = uses.sites
             _, rows = rows_of_tokens(site, uses.factors)
             norms.append(squared_norm(rows))
@@ -101,7 +99,7 @@ def norms_unless_cancelled(
         norms.append(total)
         if not is_outer_product(uses.sites):
             separate[i] = jnp.any(apart > MOST_CANCELLED * total)
-    return norms, separate
+    return Norms(norms, separate)
 
 
 def cancels(
@@ -117,7 +115,7 @@ def cancels(
     chosen = [i for i, uses in enumerate(leaves) if is_sum(uses.sites)]
     if not chosen:
         return None
-    summed = _in_range([leaves[i] for i in chosen])
+    summed = _divided_into_range([leaves[i] for i in chosen])
     of_leaf = (inners[i].squares(uses) for i, uses in safe_zip(chosen, summed))
     pairs = safe_zip(*of_leaf)
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
@@ -128,13 +126,13 @@ def cancels(
     return Factor(cancelled[0], has_examples=False)
 
 
-def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
+def _divided_into_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
     """The same leaves, with all gradients divided by one number: squares fit then.
 
     Only cotangents can be that small or large: second derivatives and kernels have
     squares of operands, too.
     """
-    factors = [x.factors.of(site)[1] for x in leaves for site in x.sites]
+    factors = [x.factors.of(site).cotangent for x in leaves for site in x.sites]
     largest = [jnp.max(largest_of_each(x.array), initial=0) for x in factors]
     power = common_power_of_two(largest)
 
@@ -146,7 +144,8 @@ def _in_range(leaves: Sequence[OfLeaf]) -> list[OfLeaf]:
     for sites, factors, leaf in leaves:
         used = {site.perturbation for site in sites}
         cotangents = [
-            scaled(x) if i in used else x for i, x in enumerate(factors.cotangents)
+            scaled(x) if i in used and x is not None else x
+            for i, x in enumerate(factors.cotangents)
         ]
         replaced.append(
             OfLeaf(sites, factors.replaced(factors.operands, cotangents), leaf)
@@ -208,15 +207,14 @@ def grams(
     both = [*sides[0], *sides[1]]
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
     totals = [kernels[i] for i in summed]
-    chosen = unless_cancelled(flags, _arrays(both), totals, formed)
+    chosen = unless_cancelled(flags, _arrays_of(both), totals, formed)
     for i, x in safe_zip(summed, chosen):
         kernels[i] = x
     return kernels
 
 
-def _arrays(leaves: Sequence[OfLeaf]) -> list[Array]:
-    factors = [[*x.factors.operands, *x.factors.cotangents] for x in leaves]
-    return [x.array for arrays in factors for x in arrays if x.array is not None]
+def _arrays_of(leaves: Sequence[OfLeaf]) -> list[Array]:
+    return [x.array for uses in leaves for x in uses.factors.present]
 
 
 def unless_cancelled(
@@ -268,43 +266,55 @@ def _for_each_formed(
     return jax.vmap(one)(args) if size == num else lax.map(one, args, batch_size=size)
 
 
-def formed_gradients(
-    leaves: Sequence[OfLeaf], num: int
-) -> tuple[Callable[[list], list[Array]], list, int]:
+class Forming(NamedTuple):
     """How to form the gradients of one example.
 
-    Returns a function that takes the arrays of an example, and returns one gradient
-    with an axis of size 1 in front for each leaf; the arrays of all examples; and a
-    number of examples that divides `num`, whose gradients are formed at once.
+    - `form`: takes the arrays of an example, and returns one gradient with an axis of
+        size 1 in front for each leaf.
+    - `arrays`: those of all examples.
+    - `size`: how many gradients are formed at once; it divides their number.
     """
+
+    form: Callable[[list[list[Array]]], list[Array]]
+    arrays: list[list[Array]]
+    size: int
+
+
+def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
+    """How to form the gradients of `num` examples, a few at a time."""
     parts = [x.with_own_factors() for x in leaves]
-    every = [[*x.factors.operands, *x.factors.cotangents] for x in parts]
 
-    def gradient(of_leaf: OfLeaf, kept: list[Factor], arrays: list) -> Array:
+    def gradient(of_leaf: OfLeaf, arrays: list[Array]) -> Array:
         sites, factors, leaf = of_leaf
-        arrays = [*arrays]
-        of_one = [x.of(arrays.pop(0)[None]) if x.has_examples else x for x in kept]
-        num = len(factors.operands)
-        operands, cotangents = of_one[:num], of_one[num:]
-        outputs, values = factors.outputs, factors.values
-        parts = Factors(operands, cotangents, outputs, values=values)
-        formed = gradients(sites, parts, leaf)
-        return formed if parts.has_examples(sites) else formed[None]
+        remaining = iter(arrays)
 
-    arrays = [[x.array for x in kept if x.has_examples] for kept in every]
-    form = lambda arrays: [*map(gradient, parts, every, arrays)]
+        def of_one(x: Factor | None) -> Factor | None:
+            if x is None or not x.has_examples:
+                return x
+            return x.of(next(remaining)[None])
+
+        operands = [*map(of_one, factors.operands)]
+        cotangents = [*map(of_one, factors.cotangents)]
+        outputs, values = factors.outputs, factors.values
+        of_example = Factors(operands, cotangents, outputs, values=values)
+        formed = gradients(sites, of_example, leaf)
+        return formed if of_example.has_examples(sites) else formed[None]
+
+    arrays = [[x.array for x in y.factors.present if x.has_examples] for y in parts]
+    form = lambda arrays: [*map(gradient, parts, arrays)]
     if any(map(is_on_mesh, jax.tree.leaves(arrays))):
-        return form, arrays, num  # A loop would gather examples on all devices.
-    formed = sum(_bytes_of_gradient(*x) for x in parts)
+        # A loop would gather examples on all devices.
+        return Forming(form, arrays, num)
+    formed = sum(map(_bytes_of_gradient, parts))
     size = platform().block_bytes // max(4 * formed, 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
-    return form, arrays, size
+    return Forming(form, arrays, size)
 
 
-def _bytes_of_gradient(sites: Sequence[Site], factors: Factors, leaf: Any) -> int:
-    _, d = factors.of(sites[0])
-    outputs = d.array.shape[d.has_examples :][: len(factors.outputs)]
+def _bytes_of_gradient(uses: OfLeaf) -> int:
+    sites, factors, leaf = uses
+    outputs = factors.of(sites[0]).cotangent.shape_of_one(len(factors.outputs))
     return math.prod([*outputs, *leaf.shape]) * leaf.dtype.itemsize
 
 
@@ -339,7 +349,7 @@ def squared_distances(
     results = [jnp.zeros(x.shape, x.real.dtype) for x in means]
     chosen, others = [], []
     for i, x in enumerate(leaves):
-        if has_rows(x.sites):
+        if selects_rows(x.sites):
             results[i] = _distances_of_rows(x, means[i], weights)
         elif x.sites:
             is_product = num >= _FEWEST and has_products_of_squares(x.sites)
@@ -371,16 +381,21 @@ def squared_distances(
     return results
 
 
-def squared_sum(
-    uses: OfLeaf, weights: Real[Array, " n"]
-) -> tuple[Real[Array, "..."], Bool[Array, ""]]:
-    """The sum of squared outer products, and whether all of their entries are in range.
+class SquaredSum(NamedTuple):
+    """A sum of squares, and whether all of them are in range."""
+
+    total: Real[Array, "..."]
+    is_in_range: Bool[Array, ""]
+
+
+def squared_sum(uses: OfLeaf, weights: Real[Array, " n"]) -> SquaredSum:
+    """The sum of squared outer products.
 
     Factors are scaled first: the square of one may be out of range where that of the
     product is not.
     """
     (site,), factors, leaf = uses
-    terms = site_terms(site, factors)
+    terms = factors.gradient_terms(site)
     spare = _SPARE // len(terms)
     exponents, squares = jnp.zeros(weights.shape, "int32"), []
     is_zero = weights == 0
@@ -404,13 +419,13 @@ def squared_sum(
     total = contract(squares, of_leaf).reshape(leaf.shape)
     total = total * (2.0 ** (-2 * spare * len(terms)) * abs(scale_of(site)) ** 2)
     exponent = jnp.broadcast_to(2 * top, total.shape)
-    return times_two_to(total, exponent), top <= _SPARE // 2
+    return SquaredSum(times_two_to(total, exponent), top <= _SPARE // 2)
 
 
 def _distances_of_rows(
     uses: OfLeaf, mean: Array, weights: Real[Array, " n"]
 ) -> Real[Array, "..."]:
-    """The sum of squared distances, if `has_rows`.
+    """The sum of squared distances, if `selects_rows`.
 
     The rows of an example that no token selects are as far from the mean as zero is.
     """

@@ -6,8 +6,8 @@ Terms are contracted two at a time, in the order that is the cheapest.
 import collections
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import opt_einsum
@@ -20,24 +20,26 @@ from .axes import Axes, axes_in, Axis, Named, SHARED
 
 def contract(terms: Sequence[Named], out: Axes) -> Array:
     """The sum of the product of the terms over all axes that are not in `out`."""
-    terms = _summed(terms, out)
+    terms = _without_lone_axes(terms, out)
     of_terms = tuple(axes for _, axes in terms)
-    path, _ = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
+    path = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
     # The first of two terms stays the first, so that the compiler recognises equal
     # products.
     items = [*enumerate(terms)]
-    for step in path:
+    for step in path.steps:
         chosen = sorted((items[i] for i in step), key=lambda item: item[0])
         items = [item for i, item in enumerate(items) if i not in step]
         needed = {*out, *axes_in(term for _, term in items)}
         wanted = None if items else out
-        product = _product([term for _, term in chosen], needed, wanted)
+        product = _product_of_terms([term for _, term in chosen], needed, wanted)
         items.append((chosen[0][0], product))
     ((_, product),) = items
     return product.array
 
 
-def _product(terms: list[Named], needed: set[Axis], wanted: Axes | None) -> Named:
+def _product_of_terms(
+    terms: list[Named], needed: set[Axis], wanted: Axes | None
+) -> Named:
     """The product of one or two terms, summed over axes that are no longer needed.
 
     Its axes are in the order of `wanted`, or in any order.
@@ -58,7 +60,7 @@ def _product(terms: list[Named], needed: set[Axis], wanted: Axes | None) -> Name
             *(axis for axis in axes if axis not in others and axis in needed),
             *(axis for axis in others if axis not in axes and axis in needed),
         )
-    sizes = _sizes((axes, x.shape) for x, axes in terms)
+    sizes = _sizes_of_axes((axes, x.shape) for x, axes in terms)
     terms, out = _fused(terms, wanted)
     expression = _expression([axes for _, axes in terms], out)
     product = jnp.einsum(expression, *(x for x, _ in terms))
@@ -84,27 +86,42 @@ def _expression(terms: Sequence[Axes], out: Axes) -> str:
     return ",".join(parts) + "->" + "".join(symbols[axis] for axis in out)
 
 
-def contract_cost(terms: Sequence[Named], out: Axes) -> tuple[float, float]:
+class ContractCost(NamedTuple):
     """The FLOPs of `contract`, and the size of its largest intermediate array."""
+
+    flops: float
+    largest: float
+
+
+def contract_cost(terms: Sequence[Named], out: Axes) -> ContractCost:
+    """The cost of `contract`, which depends on shapes only."""
     flops = float(sum(x.size for x, _ in terms))
-    terms = _summed(terms, out)
+    terms = _without_lone_axes(terms, out)
     of_terms = tuple(axes for _, axes in terms)
-    _, info = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
+    info = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out).info
     if info is None:
-        return flops, 0.0
-    return flops + float(info.opt_cost), float(info.largest_intermediate)
+        return ContractCost(flops, 0.0)
+    largest = float(info.largest_intermediate)
+    return ContractCost(flops + float(info.opt_cost), largest)
 
 
-def _sizes(shapes: Iterable[tuple[Axes, tuple[int, ...]]]) -> dict[Axis, int]:
+def _sizes_of_axes(shapes: Iterable[tuple[Axes, tuple[int, ...]]]) -> dict[Axis, int]:
     return {x: size for axes, shape in shapes for x, size in safe_zip(axes, shape)}
 
 
-def _fused(terms: Sequence[Named], out: Axes) -> tuple[list[Named], Axes]:
+class _Fused(NamedTuple):
+    """Terms, and the axes of their product."""
+
+    terms: list[Named]
+    out: Axes
+
+
+def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
     """Equal terms with fewer axes: drops those of size 1 and merges neighbours.
 
     A matrix product runs faster than the same product over many axes.
     """
-    sizes = _sizes((axes, x.shape) for x, axes in terms)
+    sizes = _sizes_of_axes((axes, x.shape) for x, axes in terms)
     lists = [
         [axis for axis in axes if sizes[axis] != 1]
         for axes in (*(axes for _, axes in terms), out)
@@ -132,10 +149,10 @@ def _fused(terms: Sequence[Named], out: Axes) -> tuple[list[Named], Axes]:
         Named(x.reshape([sizes[axis] for axis in names]), tuple(names))
         for (x, _), names in safe_zip(terms, lists[:-1])
     ]
-    return fused, tuple(lists[-1])
+    return _Fused(fused, tuple(lists[-1]))
 
 
-def _summed(terms: Sequence[Named], out: Axes) -> list[Named]:
+def _without_lone_axes(terms: Sequence[Named], out: Axes) -> list[Named]:
     """The terms, each summed over the axes that only it has."""
     counts = collections.Counter(axis for _, axes in terms for axis in axes)
     summed = []
@@ -148,17 +165,30 @@ def _summed(terms: Sequence[Named], out: Axes) -> list[Named]:
     return summed
 
 
+class _Path(NamedTuple):
+    """The order of a contraction.
+
+    - `steps`: the positions of the terms that are contracted next.
+    - `info`: what opt_einsum says of it; None if an array has no entries.
+    """
+
+    steps: Collection[tuple[int, ...]]
+    info: Any
+
+
 @functools.lru_cache(maxsize=4096)
 def _optimal_path(
     axes: tuple[Axes, ...], shapes: tuple[tuple[int, ...], ...], out: Axes
-) -> tuple[Any, Any]:
+) -> _Path:
+    """The cheapest order without a large intermediate array."""
     if any(0 in shape for shape in shapes):
         # One after the other.
-        return [(0,), *[(0, 1)] * (len(axes) - 1)][len(axes) > 1 :], None
+        steps = [(0,), *[(0, 1)] * (len(axes) - 1)]
+        return _Path(steps[len(axes) > 1 :], None)
     expression = _expression(axes, out)
     # No intermediate may be larger than the existing arrays, or else than the smaller
     # of a Gram matrix and a gradient.
-    sizes = _sizes(safe_zip(axes, shapes))
+    sizes = _sizes_of_axes(safe_zip(axes, shapes))
     everywhere = set.intersection(*map(set, axes))
     of_leaf = {x for x in sizes if x.is_of_leaf and x.side == SHARED}
     num = lambda axes: math.prod(sizes[axis] for axis in axes)
@@ -172,4 +202,4 @@ def _optimal_path(
     if any(len(step) > 2 for step in path):
         # No pair of terms has a small enough product.
         path, info = find()
-    return path, info
+    return _Path(path, info)

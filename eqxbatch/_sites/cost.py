@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,11 +25,13 @@ from .._base.traced_function import TracedFunction
 from .._base.trees import log
 from .axes import Axes, axes_in, Axis, EXAMPLE, Named, OTHER_EXAMPLE
 from .contract import contract_cost
-from .factors import Factors, has_rows, site_terms
+from .factors import Factors
+from .formed import selects_rows
 from .gram import gram_terms, has_gram, OfLeaf
 from .program import Program
 from .site import has_named_axes, Site
 from .table import SiteTable
+from .views import Values
 
 
 # The relative cost below which sites are used: they must be cheaper, because they take
@@ -92,7 +94,7 @@ def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
     """The cost of forming the gradients at some sites from their factors."""
     contractions = []
     for site in sites:
-        terms = site_terms(site, factors)
+        terms = factors.gradient_terms(site)
         of_leaf = [axis for axis in axes_in(terms) if axis.is_of_leaf]
         contractions.append((terms, (EXAMPLE, *factors.outputs, *of_leaf)))
     return contraction_cost(contractions)
@@ -169,7 +171,14 @@ class Contraction:
     cost: Cost
 
 
-def plan(traced: TracedFunction, method: Method) -> tuple[Program, list[Contraction]]:
+class Planned(NamedTuple):
+    """A function with its sites, and how each leaf is contracted."""
+
+    program: Program
+    contractions: list[Contraction]
+
+
+def plan(traced: TracedFunction, method: Method) -> Planned:
     """A function with its sites, and how each leaf is contracted.
 
     `"sites"` chooses the cheapest contraction for each leaf, `"materialise"` leaves all
@@ -180,11 +189,11 @@ def plan(traced: TracedFunction, method: Method) -> tuple[Program, list[Contract
         contractions = choose(program)
         if method == "sites" or prefers_sites(program.table, contractions):
             _say("sites", method, contractions)
-            return program, contractions
-    program = Program(traced, use_rules=False)
+            return Planned(program, contractions)
+    program = Program(traced, use_rules=False, num_outputs=1)
     contractions = choose(program)
     _say("materialise", method, contractions)
-    return program, contractions
+    return Planned(program, contractions)
 
 
 def _say(chosen: str, method: Method, contractions: list[Contraction]) -> None:
@@ -200,7 +209,9 @@ def choose(program: Program) -> list[Contraction]:
     factors = [*map(one, table.operands)], [*map(one, table.perturbations)]
     leaves = range(len(table.leaves))
 
-    def norms(operands: list, cotangents: list, values: list) -> list[Cost | None]:
+    def norms(
+        operands: Values, cotangents: Values, values: Values
+    ) -> list[Cost | None]:
         factors = Factors(operands, cotangents, values=values)
         # Leaves that are alike have the same cost.
         families = [table.family(leaf) for leaf in leaves]
@@ -219,7 +230,7 @@ def _norm_cost(table: SiteTable, leaf: int, factors: Factors) -> Cost | None:
     sites = table.of(leaf)
     if not sites or leaf in table.fallbacks or not has_gram(sites):
         return None
-    if has_rows(sites):
+    if selects_rows(sites):
         num = 2 * _num_factors(sites[0])
         return Cost(num, table.leaves[leaf].dtype.itemsize * num)
     uses = OfLeaf(sites, factors, table.leaves[leaf])

@@ -23,6 +23,7 @@ from .._base.mesh import has_explicit_axes
 from .._base.primitives import IDENTITIES, name_of, parameters
 from .._base.trees import safe_zip
 from .._base.versions import Closed
+from .views import Values
 
 
 def linearized(
@@ -43,7 +44,7 @@ def linearized(
         return f"`{name}` on a mesh with explicit axes"
     along = along_inputs(jaxpr, eqn, moved, outs)
 
-    def push(ins: list, tangents: list) -> list:
+    def push(ins: Values, tangents: Values) -> Values:
         run, point = along.at(ins)
         return jax.jvp(run, point, tangents)[1]
 
@@ -56,7 +57,7 @@ def linearized(
         if reason is not None:
             return f"the backward pass of a `{name}` has {reason}"
 
-        def transpose(ins: list, tangents: list) -> tuple:
+        def transpose(ins: Values, tangents: Values) -> tuple:
             # Only what the outputs need, because only that was checked.
             run = lambda *cotangents: _evaluate_needed(backward, [*ins, *cotangents])
             return jax.linear_transpose(run, *cotangents)(tangents)
@@ -67,7 +68,7 @@ def linearized(
     return closed
 
 
-def _evaluate_needed(closed: JaxprAndConsts, args: list) -> list:
+def _evaluate_needed(closed: JaxprAndConsts, args: Values) -> Values:
     jaxpr = closed.jaxpr.replace(eqns=needed_equations(closed.jaxpr))
     return evaluate_with(jaxpr, list(closed.consts), args, _to_transpose)
 
@@ -90,7 +91,7 @@ def _to_transpose(_: int, eqn: Eqn) -> Callable[[list], list] | None:
         return None
     out = eqn.outvars[0].aval.shape
 
-    def multiply(ins: list) -> list:
+    def multiply(ins: Values) -> Values:
         x, y = (
             jnp.reshape(x, [out[i] for i in names]) for x, names in safe_zip(ins, axes)
         )

@@ -1,33 +1,25 @@
-"""Gradients, and weighted sums of them, from the factors of sites.
+"""The factors of sites for some examples, and the names of their axes.
 
-All arrays here have examples along axis 0. A per-example gradient with respect to a
-leaf is the sum over the leaf's sites of `einsum(a, d)`, pulled back from the view to
-the leaf. It is only formed if that is cheaper.
+At a dense layer `y = w a`, they are the operand `a` and the cotangent `d` of `y`: the
+gradient of one example is `w_ij = d_i a_j`. All arrays here have examples along axis 0.
 """
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Inexact, Integer, Real
+from jaxtyping import Array, Bool, PyTree
 
 from .._base.dtypes import widened
-from .._base.mesh import is_on_mesh
-from .._base.platforms import platform
 from .._base.structs import full_varying_as
-from .._base.trees import safe_zip
-from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
-from .contract import aligned, contract
-from .site import axes_of, AxisNames, has_named_axes, positions, Site
-
-
-_Leaf = Array | jax.ShapeDtypeStruct  # Only the type matters.
+from .axes import Axes, Axis, EXAMPLE, Named, Shape
+from .contract import aligned
+from .site import axes_of, AxisNames, has_named_axes, Site
 
 
 @jtu.register_dataclass
@@ -42,6 +34,11 @@ class Factor:
     array: Any
     has_examples: bool = eqx.field(static=True, default=True)
 
+    def __repr__(self) -> str:
+        shape = getattr(self.array, "shape", "?")
+        of = "for each example" if self.has_examples else "shared by all examples"
+        return f"<factor of shape {shape}, {of}>"
+
     def vmap(self, fun: Callable[[Array], Array], num: int = 0) -> "Factor":
         """Applies `fun` to the factor of each example, and over `num` further axes."""
         for _ in range(num + self.has_examples):
@@ -52,53 +49,118 @@ class Factor:
         """Another array with the same examples."""
         return Factor(array, self.has_examples)
 
+    def shape_of_one(self, num: int | None = None) -> Shape:
+        """The shape for one example, or the first `num` sizes of it."""
+        return self.array.shape[self.has_examples :][:num]
+
+
+class SiteFactors(NamedTuple):
+    """The factors of one site, for the steps of loops that it has.
+
+    - `operand`: None if the site has none.
+    - `which`: the group that each position meets; None if there are no groups.
+    """
+
+    operand: Factor | None
+    cotangent: Factor
+    which: Factor | None
+
+    @property
+    def have_examples(self) -> bool:
+        """Whether the gradient differs between examples."""
+        return any(x is not None and x.has_examples for x in self)
+
+
+class SiteTerms(NamedTuple):
+    """The factors of one site with their axes: their contraction is its gradient.
+
+    - `operand`: None if the site has none.
+    - `met`: one where a position meets a group, and zero elsewhere; None if there are
+        no groups.
+    """
+
+    operand: Named | None
+    met: Named | None
+    cotangent: Named
+
+    @property
+    def present(self) -> list[Named]:
+        """Those that the site has; the cotangent is last."""
+        return [term for term in self if term is not None]
+
+
+# Tokens that select rows are integers, or the one-hot rows that they stand for.
+TokenForm = Literal["keep", "one_hot"]
+
 
 @functools.partial(
     jtu.register_dataclass,
-    data_fields=["operands", "cotangents", "values", "unit", "outs", "curve"],
+    data_fields=[
+        "operands",
+        "cotangents",
+        "values",
+        "unit",
+        "outs",
+        "curve",
+        "jacobians",
+    ],
     meta_fields=["outputs", "num"],
 )
 @dataclasses.dataclass(eq=False)
 class Factors:
     """The operands and cotangents of all sites, for some examples.
 
-    - `operands`, `cotangents`: a `Factor`, or an array of examples, for each.
+    - `operands`, `cotangents`: a `Factor`, or an array of examples, for each; None for
+        one that no contraction needs.
     - `outputs`: the axes of the cotangents after the examples: those of the
         differentiated output, if it is not a scalar.
     - `num`: the number of examples, in case there are no factors.
     - `values`: the values of the program; `unit`: a divisor of weights.
-    - `outs`, `curve`: what the function returned, and the curvature along `outputs`.
+    - `outs`: what the function returned; `curve`: the curvature along `outputs`.
+    - `jacobians`: the gradients of the leaves that have been formed, by leaf. They take
+        the place of the factors of these leaves.
     """
 
-    operands: list
-    cotangents: list
+    operands: list[Any]
+    cotangents: list[Any]
     outputs: Axes = ()
     num: Any = None
-    values: list = dataclasses.field(default_factory=list)
+    values: list[Array | None] = dataclasses.field(default_factory=list)
     unit: Array | None = None
-    outs: list = dataclasses.field(default_factory=list)
-    curve: Array | None = None
+    outs: list[Array] = dataclasses.field(default_factory=list)
+    curve: PyTree = None
+    jacobians: dict[int, Factor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        as_factor = lambda x: x if isinstance(x, Factor) else Factor(x)
+        is_made = lambda x: x is None or isinstance(x, Factor)
+        as_factor = lambda x: x if is_made(x) else Factor(x)
         self.operands = [*map(as_factor, self.operands)]
         self.cotangents = [*map(as_factor, self.cotangents)]
         if self.num is None:
-            factors = [*self.operands, *self.cotangents]
+            factors = [*self.present, *self.jacobians.values()]
             arrays = (x.array for x in factors if x.has_examples)
             self.num = next((x.shape[0] for x in arrays if x is not None), None)
 
     def __repr__(self) -> str:
-        numbers = f"{len(self.operands)} operands, {len(self.cotangents)} cotangents"
+        count = lambda name, x: f"{len(x)} {name}{'s' * (len(x) != 1)}"
+        of_sites = count("operand", self.operands), count("cotangent", self.cotangents)
         along = f" along {', '.join(map(repr, self.outputs))}" if self.outputs else ""
-        return f"<factors of {self.num} examples: {numbers}{along}>"
+        formed = [count("Jacobian", self.jacobians)] if self.jacobians else []
+        present = ", ".join([*of_sites, *formed])
+        return f"<factors of {self.num} examples: {present}{along}>"
+
+    @property
+    def present(self) -> list[Factor]:
+        """All operands and cotangents that are not None."""
+        return [x for x in (*self.operands, *self.cotangents) if x is not None]
 
     def where(self, is_kept: Bool[Array, " n"]) -> "Factors":
         """Zeros in place of the factors of the examples that are not kept."""
 
-        def keep(x: Factor) -> Factor:
-            is_inexact = jnp.issubdtype(x.array.dtype, jnp.inexact)
-            return Factor(kept_examples(x.array, is_kept)) if is_inexact else x
+        def keep(x: Factor | None) -> Factor | None:
+            if x is None or not jnp.issubdtype(x.array.dtype, jnp.inexact):
+                return x
+            return Factor(kept_examples(x.array, is_kept))
 
         return self.replaced([*map(keep, self.operands)], [*map(keep, self.cotangents)])
 
@@ -109,99 +171,129 @@ class Factors:
             return jnp.all(jnp.isfinite(x.reshape(x.shape[0], -1)), axis=1)
 
         finite = jnp.ones(self.num, bool)
-        for x in (*self.operands, *self.cotangents):
+        for x in self.present:
             is_inexact = jnp.issubdtype(x.array.dtype, jnp.inexact)
             if x.has_examples and is_inexact:
                 finite &= is_finite(x.array)
         return finite
 
     def replaced(
-        self, operands: list, cotangents: list, unit: Array | None = None
+        self,
+        operands: Sequence[Factor | None],
+        cotangents: Sequence[Factor | None],
+        unit: Array | None = None,
     ) -> "Factors":
         """Other factors of the same examples."""
         unit = self.unit if unit is None else unit
-        factors = {"operands": operands, "cotangents": cotangents}
-        return dataclasses.replace(self, unit=unit, **factors)
+        return dataclasses.replace(
+            self, operands=[*operands], cotangents=[*cotangents], unit=unit
+        )
 
-    def of(self, site: Site) -> tuple[Factor | None, Factor]:
-        """The factors `a` and `d` of a site."""
+    def of(self, site: Site) -> SiteFactors:
+        """The factors of a site."""
 
-        def at_steps(x: Factor, num: int) -> Factor:
+        def at_steps(x: Factor, num: int = 0) -> Factor:
             return x.of(site.at_steps(x.array, x.has_examples + num))
 
+        def operand(number: int | None) -> Factor | None:
+            return None if number is None else at_steps(self.operands[number])
+
         d = at_steps(self.cotangents[site.perturbation], len(self.outputs))
-        if site.operand is None:
-            return None, d
-        return at_steps(self.operands[site.operand], 0), d
+        return SiteFactors(operand(site.operand), d, operand(site.which))
 
-    def which(self, site: Site) -> Factor | None:
-        """The group that each position of a site meets, if it has groups."""
-        if site.which is None:
-            return None
-        x = self.operands[site.which]
-        return x.of(site.at_steps(x.array, x.has_examples))
+    def has_examples(self, sites: Sequence[Site]) -> bool:
+        """Whether the gradients at some sites differ between examples."""
+        return any(self.of(site).have_examples for site in sites)
 
-    def expanded(self, site: Site) -> tuple[Factor | None, Factor]:
-        """The factors `a` and `d` with the axes that the site names."""
-        a, d = self.of(site)
+    def terms(
+        self,
+        site: Site,
+        side: int = 0,
+        tokens: TokenForm = "keep",
+        *,
+        example: Axis = EXAMPLE,
+        by_name: Mapping[str, Axis] | None = None,
+    ) -> SiteTerms:
+        """The factors of a site with their axes.
+
+        For a dense layer, the operand has the axes `(EXAMPLE, LEAF 1)`, and the
+        cotangent has `(EXAMPLE, *outputs, LEAF 0)`.
+
+        - `side`: the side of positions; see `axes_of`.
+        - `tokens`: whether tokens stay integers, or become the rows that they select,
+            which then have the axis of the table that is indexed.
+        - `example`: the axis of the examples.
+        - `by_name`: the axes of the site, if they are not those of `axes_of`.
+        """
+        # Names say which axes of two sites are the same when terms are contracted.
+        names = axes_of(site, side) if by_name is None else by_name
+        a, d, which = self.of(site)
+
+        def named(factor: Factor, outputs: Axes, of_site: AxisNames) -> Named:
+            lead = (example,) if factor.has_examples else ()
+            axes = (*lead, *outputs, *(names[name] for name in of_site))
+            return Named(factor.array, axes)
+
+        # Sums over positions in half precision would lose digits.
         d = d.vmap(site.arrange, len(self.outputs))
         d = d.of(widened(d.array))
+        cotangent = named(d, self.outputs, site.d_axes)
         if a is None:
-            return None, d
+            return SiteTerms(None, None, cotangent)
 
+        # Integers are tokens, or a mask or counts, which are multiplied.
         def expand(x: Array) -> Array:
             x = site.expand(x)
             if site.rule.token:
                 return x
-            if not jnp.issubdtype(x.dtype, jnp.inexact):  # A mask, or counts.
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
                 return x.astype(d.array.dtype)
             return widened(x)
 
-        return a.vmap(expand), d
+        a = a.vmap(expand)
+        if tokens == "one_hot" and site.rule.token is not None:
+            # An index that is out of range selects no row.
+            size = site.sizes[site.rule.token]
+            rows = a.of(jax.nn.one_hot(a.array, size, dtype=jnp.float32))
+            operand = named(rows, (), (*site.a_axes, site.rule.token))
+            return SiteTerms(operand, None, cotangent)
+        operand = named(a, (), site.a_axes)
+        if site.rule.drops:
+            cotangent = _without_dropped(cotangent, operand, site)
+        if which is None:
+            return SiteTerms(operand, None, cotangent)
+        # No group is past the last one.
+        group = str(site.rule.group)
+        is_met = jax.nn.one_hot(which.array, site.sizes[group], dtype=d.array.dtype)
+        met = named(which.of(is_met), (), (*site.which_axes, group))
+        return SiteTerms(operand, met, cotangent)
 
-    def has_examples(self, sites: Sequence[Site]) -> bool:
-        """Whether the gradients at some sites differ between examples."""
-        return any(
-            factor is not None and factor.has_examples
-            for site in sites
-            for factor in (*self.of(site), self.which(site))
-        )
+    def weights(self, site: Site, by_name: Mapping[str, Axis]) -> list[Named]:
+        """The weights of a leaf's entries on the way to a site, if there are any.
+
+        They are divided by the `unit`, if there is one.
+        """
+        if not has_weights(site):
+            return []
+        weights = weights_of(site, self.values)
+        weights = weights if self.unit is None else weights / self.unit
+        return [Named(weights, tuple(by_name[name] for name in site.w_axes))]
+
+    def gradient_terms(self, site: Site) -> list[Named]:
+        """The arrays whose contraction is a site's gradient, pulled back to the leaf.
+
+        If the view's axes are not those of the leaf, it is the gradient with respect to
+        the view.
+        """
+        by_name = axes_of(site, 0)
+        terms = self.terms(site, by_name=by_name)
+        return [*terms.present, *self.weights(site, by_name)]
 
 
 def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
     """Zeros in place of the examples that are not kept."""
     mask = jnp.expand_dims(is_kept, range(1, x.ndim))
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
-
-
-def named_terms(
-    site: Site, factors: Factors, example: Axis, by_name: dict[str, Axis]
-) -> list[Named]:
-    """The operand of a site, if it has one, and the cotangent, which comes last.
-
-    Between them is the group of each position, if the site has groups.
-    """
-    a, d = factors.expanded(site)
-
-    def named(factor: Factor, outputs: Axes, names: AxisNames) -> Named:
-        lead = (example,) if factor.has_examples else ()
-        axes = (*lead, *outputs, *(by_name[name] for name in names))
-        return Named(factor.array, axes)
-
-    cotangent = named(d, factors.outputs, site.d_axes)
-    if a is None:
-        return [cotangent]
-    operand = named(a, (), site.a_axes)
-    if site.rule.drops:
-        cotangent = _without_dropped(cotangent, operand, site)
-    which = factors.which(site)
-    if which is None:
-        return [operand, cotangent]
-    # No group is past the last one.
-    group = str(site.rule.group)
-    is_met = jax.nn.one_hot(which.array, site.sizes[group], dtype=d.array.dtype)
-    names = (*site.which_axes, group)
-    return [operand, named(which.of(is_met), (), names), cotangent]
 
 
 def _without_dropped(cotangent: Named, tokens: Named, site: Site) -> Named:
@@ -215,7 +307,7 @@ def _without_dropped(cotangent: Named, tokens: Named, site: Site) -> Named:
     return Named(jnp.where(is_in, d, jnp.zeros((), d.dtype)), joined)
 
 
-def scale_of(site: Site) -> Any:
+def scale_of(site: Site) -> int | float | complex:
     """The number that multiplies the terms of a site."""
     is_in_terms = site.view.is_weighted or not has_named_axes(site)
     return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
@@ -229,250 +321,7 @@ def has_weights(site: Site) -> bool:
     return site.view.is_weighted and has_named_axes(site)
 
 
-def weights_of(site: Site, values: list) -> Array:
+def weights_of(site: Site, values: list[Array | None]) -> Array:
     """The weights of a leaf's entries, in the shape of the view."""
     ones = full_varying_as(site.view.type_of_leaf, 1)
     return widened(site.view.apply(ones, values))
-
-
-def weight_terms(
-    site: Site, values: list, by_name: dict[str, Axis], unit: Array | None = None
-) -> list[Named]:
-    """The weights of a leaf's entries on the way to a site, if there are any.
-
-    They are divided by the `unit`, if there is one.
-    """
-    if not has_weights(site):
-        return []
-    weights = weights_of(site, values)
-    weights = weights if unit is None else weights / unit
-    return [Named(weights, tuple(by_name[name] for name in site.w_axes))]
-
-
-def site_terms(site: Site, factors: Factors) -> list[Named]:
-    """The arrays whose contraction is a site's gradient, pulled back to the leaf.
-
-    If the view's axes are not those of the leaf, it is the gradient with respect to the
-    view.
-    """
-    by_name = axes_of(site, 0)
-    terms = named_terms(site, factors, EXAMPLE, by_name)
-    return [*terms, *weight_terms(site, factors.values, by_name, factors.unit)]
-
-
-def has_rows(sites: Sequence[Site]) -> bool:
-    """Whether the gradient consists of the rows that tokens select, if at all."""
-    if len(sites) != 1 or sites[0].rule.token is None:
-        return False
-    (site,) = sites
-    of_token = axes_of(site, 0)[str(site.rule.token)]
-    is_plain = has_named_axes(site) and not has_weights(site)
-    are_rows = of_token.role is Role.LEAF
-    are_places = {*positions(site)} <= {*site.a_axes}
-    is_sliced = any(loop.is_sliced for loop in site.loops)
-    is_other = is_sliced or site.takes_real_part
-    return is_plain and are_rows and are_places and not is_other
-
-
-def rows_of_tokens(
-    site: Site, factors: Factors
-) -> tuple[Integer[Array, "n tokens"], Inexact[Array, "n tokens row"]]:
-    """The tokens of each example, and the rows of its gradient that they select.
-
-    Of equal tokens, the first has the row. The others have zero, and no token.
-    """
-    by_name = axes_of(site, 0)
-    (tokens, places), (d, axes) = named_terms(site, factors, EXAMPLE, by_name)
-    of_row = sorted(axis for axis in axes if axis.role is Role.LEAF)
-    lead = (EXAMPLE, *(axis for axis in places if axis != EXAMPLE))
-    rest = (axis for axis in axes if axis not in lead and axis not in of_row)
-    d = aligned(d, axes, (*lead, *rest, *of_row))
-    num, total = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
-    d = jnp.broadcast_to(d, (num, *d.shape[1:])).reshape(num, total, -1)
-    tokens = aligned(tokens, places, lead).reshape(-1, total)
-    tokens = jnp.broadcast_to(tokens, (num, total))
-    no_token = site.sizes[str(site.rule.token)]
-
-    def add(tokens: Array, d: Array) -> tuple[Array, Array]:
-        place = jnp.arange(total)
-        is_equal = tokens[:, None] == tokens[None]
-        first = jnp.min(jnp.where(is_equal, place[None], total), axis=1)
-        rows = jax.ops.segment_sum(d, first, total)
-        return jnp.where(first == place, tokens, no_token), rows
-
-    return jax.vmap(add)(tokens, d * scale_of(site))
-
-
-def gradients(
-    sites: Sequence[Site], factors: Factors, leaf: _Leaf
-) -> Inexact[Array, "..."]:
-    """The per-example gradients with respect to a leaf, from all its sites.
-
-    The shape is `(n, *outputs, *leaf.shape)`, or `(*outputs, *leaf.shape)` if no factor
-    differs between examples.
-    """
-    has_examples = factors.has_examples(sites)
-    parts = []
-    for site in sites:
-        part = _gradients_at(site, factors, leaf)
-        is_shared = has_examples and not factors.has_examples([site])
-        parts.append(part[None] if is_shared else part)
-    return functools.reduce(jnp.add, parts)
-
-
-def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
-    a, d = factors.of(site)
-    num_outputs = len(factors.outputs)
-    if site.rule.token is not None:
-        assert a is not None
-        transposed = lambda a, d: _transposed([site], leaf, [a], [d], factors.values)
-        for _ in range(num_outputs):
-            transposed = jax.vmap(transposed, (None, 0))
-        axes = [0 if factor.has_examples else None for factor in (a, d)]
-        if factors.has_examples([site]):
-            transposed = jax.vmap(transposed, axes)
-        return transposed(a.array, d.array)
-
-    which = factors.which(site)
-
-    def form(a: Factor | None, d: Factor) -> Array:
-        operands = [a] if which is None else [a, which]
-        part = Factors(operands, [d], factors.outputs, values=factors.values)
-        return _formed(site, part, leaf)
-
-    if a is None or not a.has_examples or is_on_mesh(a.array) or which is not None:
-        return form(a, d)
-    # Patches are several times as large as their input, so they are computed for some
-    # examples at a time: as many as keep them no larger than the input, the cotangents
-    # of several outputs, or what the platform allows. (On a mesh, this would gather the
-    # same examples from all devices, so all patches are computed at once.)
-    num, patches = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
-    outputs = math.prod(d.array.shape[d.has_examples :][:num_outputs])
-    allowed = platform().patch_bytes / a.array.dtype.itemsize
-    at_a_time = int(max(a.array.size * outputs, allowed) / max(patches, 1))
-    if at_a_time >= num:
-        return form(a, d)
-    # A remainder would be compiled separately.
-    fitting = (i for i in range(at_a_time, at_a_time // 2, -1) if num % i == 0)
-    at_a_time = next(fitting, max(at_a_time, 1))
-
-    def one(rows: tuple) -> Array:
-        row = [
-            Factor(x[None]) if factor.has_examples else factor
-            for factor, x in safe_zip((a, d), rows)
-        ]
-        return form(*row)[0]
-
-    rows = tuple(factor.array if factor.has_examples else None for factor in (a, d))
-    return jax.lax.map(one, rows, batch_size=at_a_time)
-
-
-def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
-    """The gradients at a site from its own factors, for the steps that it has."""
-    site = site.with_own(0, 0, 1)
-    terms = site_terms(site, factors)
-    present = axes_in(terms)
-    lead = (EXAMPLE, *factors.outputs) if EXAMPLE in present else factors.outputs
-    # An axis of size 1 may be missing from both; the reshape restores it.
-    of_leaf = sorted(axis for axis in present if axis.is_of_leaf)
-    product = contract(terms, (*lead, *of_leaf))
-    shape = product.shape[: len(lead)]
-    if has_named_axes(site):
-        product = (product * scale_of(site)).reshape(*shape, *leaf.shape)
-        return _in_dtype(product, leaf.dtype)
-    view = site.view.struct(leaf, factors.values)
-    product = (product * site.rule.scale).reshape(*shape, *view.shape)
-    one = site.view.transposed(leaf, factors.values)
-    for _ in shape:
-        one = jax.vmap(one)
-    return one(_in_dtype(product, view.dtype))
-
-
-def _in_dtype(x: Array, dtype: Any) -> Array:
-    """Casts to a dtype; takes the real part for a real leaf in complex arithmetic."""
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        x = jnp.real(x)
-    return x.astype(dtype)
-
-
-def weighted_sum(
-    sites: Sequence[Site],
-    factors: Factors,
-    leaf: _Leaf,
-    weights: Inexact[Array, "n *outputs"],
-) -> Inexact[Array, "..."]:
-    """The weighted sum of per-example gradients with respect to a leaf.
-
-    No per-example gradient is formed: the sites of all examples are transposed at once,
-    as in an ordinary backward pass.
-    """
-    num, lead = weights.shape[0], weights.ndim
-    operands, cotangents = [], []
-
-    def of_each(x: Factor) -> Array:
-        if x.has_examples:
-            return x.array
-        return jnp.broadcast_to(x.array, (num, *x.array.shape))
-
-    for site in sites:
-        (a, d), which = factors.of(site), factors.which(site)
-        operand = None if a is None else of_each(a)
-        operands.append(operand if which is None else (operand, of_each(which)))
-        # The scale may be out of the range of half precision.
-        wide = widened(d.array)
-        wide = wide if d.has_examples else wide[None]
-        weight = weights.astype(wide.dtype)
-        weight = jnp.expand_dims(weight, range(lead, wide.ndim))
-        product = wide * weight
-        if lead > 1:
-            product = jnp.sum(product, axis=tuple(range(1, lead)))
-        cotangents.append(product.astype(d.array.dtype))
-    return _transposed(sites, leaf, operands, cotangents, factors.values, num=num)
-
-
-def inner_products(
-    sites: Sequence[Site], factors: Factors, direction: Array
-) -> Real[Array, " n"]:
-    """The inner products of the gradients of some examples with a direction.
-
-    A complex leaf counts as its real and its imaginary part.
-    """
-    num = factors.num
-    pairs = [factors.of(site) for site in sites]
-    operands: list = [None if a is None else a.array for a, _ in pairs]
-    for i, which in enumerate(map(factors.which, sites)):
-        if which is not None:
-            operands[i] = operands[i], which.array
-    outs = _outputs(sites, jnp.conj(direction), operands, factors.values, num)
-    products = [
-        jnp.real(widened(d.array) * widened(x)) for (_, d), x in safe_zip(pairs, outs)
-    ]
-    sums = [jnp.sum(x, axis=tuple(range(1, x.ndim))) for x in products]
-    return functools.reduce(jnp.add, sums)
-
-
-def _transposed(
-    sites: Sequence[Site],
-    leaf: _Leaf,
-    operands: list,
-    cotangents: list,
-    values: list,
-    num: int | None = None,
-) -> Array:
-    """The transpose of the sites of one example, or of `num` of them, in the leaf."""
-    outputs = lambda leaf: _outputs(sites, leaf, operands, values, num)
-    return jax.linear_transpose(outputs, leaf)(cotangents)[0]
-
-
-def _outputs(
-    sites: Sequence[Site], leaf: Array, operands: list, values: list, num: int | None
-) -> list[Array]:
-    """The outputs of the sites of one example, or of `num` of them."""
-    outs = []
-    for site, a in safe_zip(sites, operands):
-        output = site.output
-        if num is not None:
-            in_axes = (None if a is None else 0, None)
-            output = jax.vmap(output, in_axes, axis_size=num)
-        outs.append(output(a, site.view.apply(leaf, values)))
-    return outs

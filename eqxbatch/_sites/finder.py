@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -425,18 +425,25 @@ class Finder:
             self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
 
 
-def _curved(inputs: list[Node], node: Node) -> tuple[frozenset[int], frozenset[int]]:
+class _Curved(NamedTuple):
+    """The leaves in which a node is nonlinear, and those that it couples."""
+
+    curved: frozenset[int]
+    coupled: frozenset[int]
+
+
+def _curved(inputs: list[Node], node: Node) -> _Curved:
     """The leaves in which a node is nonlinear, and those that it couples."""
     made_of = node.bases or inputs
     curved = frozenset[int]().union(*(x.curved for x in made_of))
     coupled = frozenset[int]().union(*(x.coupled for x in made_of))
     if not node.varies or node.is_linear:
-        return curved, coupled
+        return _Curved(curved, coupled)
     views = [view for x in made_of for view in x.views]
     leaves = frozenset(view.leaf for view in views)
     if node.bases and len(views) == 1 and not curved and views[0].is_whole:
-        return leaves, frozenset()
-    return curved | leaves, coupled | leaves
+        return _Curved(leaves, frozenset())
+    return _Curved(curved | leaves, coupled | leaves)
 
 
 def views_of(inputs: Iterable[Node | None]) -> "itertools.chain[View]":

@@ -24,15 +24,8 @@ from .._base.trees import safe_zip
 from .._base.versions import varying
 from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
 from .contract import aligned, contract
-from .factors import (
-    Factor,
-    Factors,
-    gradients,
-    has_weights,
-    named_terms,
-    site_terms,
-    weight_terms,
-)
+from .factors import Factor, Factors, has_weights, SiteTerms
+from .formed import gradients
 from .site import (
     axes_of,
     has_few_directions,
@@ -41,6 +34,7 @@ from .site import (
     leaf_site,
     Site,
 )
+from .table import SiteTable
 
 
 # A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
@@ -112,25 +106,35 @@ class OfLeaf(NamedTuple):
         factors = self.factors
         merged, operands, cotangents, every_which = [], [], [], []
         for number, group in enumerate(groups):
-            of_a, of_d = safe_zip(*map(factors.of, group))
-            of_which = [x for x in map(factors.which, group) if x is not None]
+            of_a, of_d, of_which = map(list, safe_zip(*map(factors.of, group)))
+            of_which = [x for x in of_which if x is not None]
             # What says which groups are met comes after all other operands.
             site = group[0].with_own(number, number, len(groups) + len(every_which))
             if len(group) > 1:
                 site = site.within((-1, len(group)))
-                of_d = [_stacked(of_d, len(factors.outputs))]
-                of_a = [None if of_a[0] is None else _stacked(of_a, 0)]
-                of_which = [_stacked(of_which, 0)] if of_which else []
+                of_d = [_as_steps(of_d, len(factors.outputs))]
+                of_a = [None if of_a[0] is None else _as_steps(of_a, 0)]
+                of_which = [_as_steps(of_which, 0)] if of_which else []
             merged.append(site)
-            operands.append(of_a[0] or Factor(None, has_examples=False))
+            operands.append(of_a[0])
             cotangents.append(of_d[0])
             every_which += of_which
         factors = factors.replaced([*operands, *every_which], cotangents)
         return OfLeaf(merged, factors, self.leaf)
 
 
-def _stacked(parts: Sequence[Factor], num_outputs: int) -> Factor:
-    """Stacks factors of several sites on a new axis after examples and outputs."""
+def of_leaf(table: SiteTable, factors: Factors, leaf: int) -> OfLeaf:
+    """A leaf with the factors of its sites, or with its gradients if formed."""
+    uses = OfLeaf(table.of(leaf), factors, table.leaves[leaf])
+    jacobian = factors.jacobians.get(leaf)
+    return uses if jacobian is None else uses.perturbed_itself(jacobian)
+
+
+def _as_steps(parts: Sequence[Factor], num_outputs: int) -> Factor:
+    """Factors of several sites as those of the steps of a loop.
+
+    The new axis comes after those of examples and outputs.
+    """
     arrays = [x.array for x in parts]
     has_examples = any(x.has_examples for x in parts)
     if has_examples:
@@ -193,34 +197,36 @@ class _Side:
     def tokens(self) -> _Tokens | None:
         if self.site.rule.token is None:
             return None
-        rows, _ = self.site_terms
+        rows = self.site_terms.operand
+        assert rows is not None
         return _Tokens(rows, self.axes[self.site.rule.token])
 
     @functools.cached_property
-    def site_terms(self) -> list[Named]:
-        return named_terms(self.site, self.factors, self.example, self.axes)
+    def site_terms(self) -> SiteTerms:
+        """The factors with their axes."""
+        return self.factors.terms(self.site, self.number, example=self.example)
 
     @property
     def terms(self) -> list[Named]:
         """The cotangent, weights, and the operand if it does not consist of tokens."""
-        values, unit = self.factors.values, self.factors.unit
-        return self._times(weight_terms(self.site, values, self.axes, unit))
+        return self._times(self.factors.weights(self.site, self.axes))
 
     def _times(self, weights: list[Named]) -> list[Named]:
-        *operand, cotangent = self.site_terms
+        *operand, cotangent = self.site_terms.present
         if self.tokens is not None:
-            return [cotangent, *(_taken(term, self.tokens) for term in weights)]
+            return [cotangent, *(_at_rows(term, self.tokens) for term in weights)]
         return [cotangent, *operand, *weights]
 
     @property
     def coefficients(self) -> Named:
         """The gradient with respect to a small view, flattened."""
-        present = axes_in(self.site_terms)
+        terms = self.site_terms.present
+        present = axes_in(terms)
         lead = (self.example, *self.factors.outputs)
         lead = tuple(axis for axis in lead if axis in present)
         of_view = [self.axes[name] for name in self.site.w_axes]
         out = (*lead, *(axis for axis in of_view if axis in present))
-        x = contract(self.site_terms, out)
+        x = contract(terms, out)
         num = math.prod(self.site.view.shape)
         return Named(x.reshape(*x.shape[: len(lead)], num), (*lead, self.small))
 
@@ -273,7 +279,7 @@ def _pair_terms(first: _Side, second: _Side) -> ScaledTerms:
         # The other side is read at the rows that tokens select.
         for side, tokens in enumerate(both):
             if tokens is not None:
-                terms[1 - side] = [_taken(term, tokens) for term in terms[1 - side]]
+                terms[1 - side] = [_at_rows(term, tokens) for term in terms[1 - side]]
     conjugated = [Named(jnp.conj(x), axes) for x, axes in terms[1]]
     scale = _scale(first.site) * _scale(second.site).conjugate()
     return ScaledTerms([*terms[0], *conjugated], scale)
@@ -297,7 +303,7 @@ def _equal(first: Named, second: Named) -> Named:
     return Named(aligned(*first, axes) == aligned(*second, axes), axes)
 
 
-def _taken(term: Named, selected: _Tokens) -> Named:
+def _at_rows(term: Named, selected: _Tokens) -> Named:
     """A term at the rows of a table that the tokens select.
 
     Along shared axes, such as those of the examples or of the steps of a `scan` over
@@ -359,7 +365,7 @@ def gram_terms(
             if (is_norm and j < i) or site.view.is_apart(second.view):
                 continue
             if is_norm and i == j and _has_product(site):
-                terms = site_terms(site, uses.factors)
+                terms = uses.factors.gradient_terms(site)
                 yield ScaledTerms(terms, _scale(site)).squared()
                 continue
             pair = _pair_terms(first, _Side(second, other.factors, example, number=1))
@@ -372,10 +378,15 @@ def _has_product(site: Site) -> bool:
     return is_outer_product([site]) and not has_few_directions(site)
 
 
-def squares(
-    uses: OfLeaf,
-) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
-    """The squared norms of gradients, and what they would be if no two terms met.
+class SquaredNorms(NamedTuple):
+    """Squared norms of gradients, and what they would be if no two terms met."""
+
+    total: Real[Array, "n *outputs"]
+    separate: Real[Array, "n *outputs"]
+
+
+def squares(uses: OfLeaf) -> SquaredNorms:
+    """The squared norms of gradients, from the factors of pairs of sites.
 
     An axis along which no factor differs has size 1.
     """
@@ -384,7 +395,7 @@ def squares(
     for pair in gram_terms(uses, uses):
         total += jnp.real(pair.contracted(out))
     separate = [_separate_squares(site, uses.factors) for site in uses.sites]
-    return jnp.maximum(total, 0), functools.reduce(jnp.add, separate)
+    return SquaredNorms(jnp.maximum(total, 0), functools.reduce(jnp.add, separate))
 
 
 def _separate_squares(site: Site, factors: Factors) -> Array:
@@ -423,7 +434,7 @@ def squares_of_factors(leaves: Sequence[OfLeaf]) -> list[Squares]:
     by_leaf = []
     for uses in leaves:
         (site,) = uses.sites
-        terms = site_terms(site, uses.factors)
+        terms = uses.factors.gradient_terms(site)
         if set.intersection(*_axes_of_factors(site)):
             axes = tuple(axes_in(terms))
             terms = [Named(contract(terms, axes), axes)]

@@ -3,11 +3,11 @@
 import abc
 
 import equinox as eqx
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact
 
 from .axes import Axes, Axis
 from .factors import Factor
-from .gram import gram, OfLeaf, squares
+from .gram import gram, OfLeaf, SquaredNorms, squares
 
 
 class AbstractInnerProduct(eqx.Module):
@@ -20,9 +20,7 @@ class AbstractInnerProduct(eqx.Module):
         """As `gram` of sites, in this inner product."""
 
     @abc.abstractmethod
-    def squares(
-        self, uses: OfLeaf
-    ) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
+    def squares(self, uses: OfLeaf) -> SquaredNorms:
         """As `squares` of sites, in this inner product."""
 
     @abc.abstractmethod
@@ -43,9 +41,7 @@ class PlainProduct(AbstractInnerProduct):
     ) -> Inexact[Array, "..."]:
         return gram(uses, other, example, out)
 
-    def squares(
-        self, uses: OfLeaf
-    ) -> tuple[Real[Array, "n *outputs"], Real[Array, "n *outputs"]]:
+    def squares(self, uses: OfLeaf) -> SquaredNorms:
         return squares(uses)
 
     def coordinates(self, jacobian: Factor) -> Factor:

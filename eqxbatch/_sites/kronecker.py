@@ -10,16 +10,16 @@ import collections
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.primitives import SUMS
 from .._base.trees import safe_zip
-from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
+from .axes import Axes, axes_in, Axis, Named, Role
 from .contract import aligned
-from .factors import Factors, has_weights, named_terms, scale_of
+from .factors import Factors, has_weights, scale_of
 from .site import AxisNames, has_named_axes, Site
 from .table import SiteTable
 from .values import nodes_up_to
@@ -93,6 +93,19 @@ class Layout:
         return [weight, column.reshape(shape)]
 
 
+class UseTerms(NamedTuple):
+    """The factors of one use of a weight.
+
+    - `shared`: the positions that the operand and the cotangent share.
+    - `met`: where a position meets the matrix of a group, if there are groups.
+    """
+
+    operand: Named
+    cotangent: Named
+    shared: Axes
+    met: Named | None
+
+
 @dataclasses.dataclass(frozen=True)
 class AxisRoles:
     """How the axes of a site correspond to the layout of its weight.
@@ -106,17 +119,17 @@ class AxisRoles:
     by_name: dict[str, Axis]
     is_swapped: bool
 
-    def terms(self, factors: Factors) -> tuple[Named, Named, Axes, Named | None]:
-        """The operand, the cotangent, and the positions that they share.
+    def terms(self, factors: Factors) -> UseTerms:
+        """The operand and the cotangent, summed over axes that only one of them has.
 
-        Both are summed over axes that only one of them has. The cotangent is multiplied
-        by the scale of the site. If a position meets the matrix of one group, both are
-        zero for all others; where they are not is returned, too.
+        The cotangent is multiplied by the scale of the site. If a position meets the
+        matrix of one group, both are zero for all others.
         """
-        terms = named_terms(self.site, factors, EXAMPLE, self.by_name)
-        (a, of_a), *met, (d, of_d) = terms
-        if met:
-            (a, of_a), (d, of_d) = (_times(x, met[0]) for x in (terms[0], terms[-1]))
+        operand, met, cotangent = factors.terms(self.site, by_name=self.by_name)
+        assert operand is not None
+        if met is not None:
+            operand, cotangent = _times(operand, met), _times(cotangent, met)
+        (a, of_a), (d, of_d) = operand, cotangent
         shared = [axis for axis in of_a if axis in of_d and axis.is_position]
         sums: list[Named] = []
         for x, axes in ((a, of_a), (d, of_d)):
@@ -131,7 +144,7 @@ class AxisRoles:
             sums.append(Named(total, kept))
         (d, of_d) = sums[1]
         scaled = Named(d * scale_of(self.site), of_d)
-        return sums[0], scaled, tuple(shared), met[0] if met else None
+        return UseTerms(sums[0], scaled, tuple(shared), met)
 
 
 def _times(term: Named, other: Named) -> Named:
@@ -254,10 +267,18 @@ def _present(axes: Sequence[int], shape: tuple[int, ...]) -> set[int]:
     return {axis for axis in axes if shape[axis] != 1}
 
 
-def _split_axes(
-    table: SiteTable, site: Site
-) -> tuple[dict[str, Axis], tuple[int, ...]]:
+class _SplitAxes(NamedTuple):
     """The axes of a site by name, and the shape of its leaf with axes split."""
+
+    by_name: dict[str, Axis]
+    shape: tuple[int, ...]
+
+
+def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
+    """The axes of a site, each of which is one name of its rule.
+
+    A grouped convolution splits the outputs of a kernel into groups and the rest.
+    """
     axes, sizes = site.view.axes, site.sizes
     assert axes is not None
     names = iter(site.w_axes)
@@ -275,7 +296,7 @@ def _split_axes(
         numbered = enumerate(split, len(shape))
         by_name.update((name, Axis(Role.LEAF, i)) for i, name in numbered)
         shape += [sizes[x] for x in split] or [length]
-    return by_name, tuple(shape)
+    return _SplitAxes(by_name, tuple(shape))
 
 
 _Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -29,14 +29,21 @@ from .._base.trees import safe_zip
 from .._base.versions import scan_sizes
 from .site import Rule, Site
 from .values import Node
-from .views import extend_view, MOVES, View
+from .views import extend_view, MOVES, Values, View
 
 
 _Struct = jax.ShapeDtypeStruct
 
 
-# Outputs, operands and, without perturbations, the values to perturb.
-Run = tuple[list, list, list]
+class Run(NamedTuple):
+    """What an equation or a program with sites returns.
+
+    - `perturbed`: the values to perturb, if there are no perturbations.
+    """
+
+    outs: Values
+    operands: Values
+    perturbed: Values
 
 
 # Runs an equation with sites for some inputs, and with perturbations if there are any.
@@ -46,32 +53,32 @@ Step = Callable[[list, list | None], Run]
 def perturbed(
     eqn: Eqn,
     operands: list[Callable[[list], Array]],
-    ins: list,
-    perturbations: list | None,
+    ins: Values,
+    perturbations: Values | None,
 ) -> Run:
     """Runs an equation with sites, whose `operands` are functions of its inputs."""
     # A constant may be a NumPy array.
     values = [jnp.asarray(operand(ins)) for operand in operands]
     out = eqn.primitive.bind(*ins, **eqn.params)
     if perturbations is None:
-        return [out], values, [out]
-    return [out + perturbations[0]], values, []
+        return Run([out], values, [out])
+    return Run([out + perturbations[0]], values, [])
 
 
-def run_call(eqn: Eqn, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+def run_call(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) -> Run:
     """Runs an equation that calls a jaxpr with sites in it."""
     run = lambda *args: plan.run([*args[:-1]], args[-1])
     run = as_remat(eqn, run, 1) if is_remat(eqn) else as_called(eqn, run)
     return run(*ins, perturbations)
 
 
-def run_scan(eqn: Eqn, plan: "Plan", ins: list, perturbations: list | None) -> Run:
+def run_scan(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) -> Run:
     """Runs a `scan` with sites in its body."""
     params = eqn.params
     num_consts, num_carry = scan_sizes(eqn)
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
-    def body(carry: list, slices: tuple[list, list | None]) -> tuple[list, tuple]:
+    def body(carry: Values, slices: tuple[list, list | None]) -> tuple[list, tuple]:
         xs, perturbations = slices
         outs, *rest = plan.run([*consts, *carry, *xs], perturbations)
         return outs[:num_carry], (outs[num_carry:], *rest)
@@ -84,10 +91,10 @@ def run_scan(eqn: Eqn, plan: "Plan", ins: list, perturbations: list | None) -> R
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *ys], operands, values
+    return Run([*carry, *ys], operands, values)
 
 
-def run_cond(plans: list["Plan"], ins: list, perturbations: list | None) -> Run:
+def run_cond(plans: list["Plan"], ins: Values, perturbations: Values | None) -> Run:
     """Runs a `cond` with sites in its branches, which have separate perturbations."""
     index, *args = ins
     nums = [len(plan.perturbations) for plan in plans]
@@ -105,7 +112,7 @@ def run_cond(plans: list["Plan"], ins: list, perturbations: list | None) -> Run:
     def with_zeros(number: int) -> Callable[[list, list | None], Run]:
         """A branch that returns zeros for the operands of the others."""
 
-        def run(args: list, perturbations: list | None) -> Run:
+        def run(args: Values, perturbations: Values | None) -> Run:
             outs, *rest = runs[number](args, perturbations)
             every = [
                 rest if i == number else jax.tree.map(zeros_like, [*skipped])
@@ -113,7 +120,7 @@ def run_cond(plans: list["Plan"], ins: list, perturbations: list | None) -> Run:
             ]
             operands, values = safe_zip(*every)
             chain = itertools.chain.from_iterable
-            return outs, [*chain(operands)], [*chain(values)]
+            return Run(outs, [*chain(operands)], [*chain(values)])
 
         return run
 
@@ -140,7 +147,7 @@ class CustomDerivative:
     outs: list[int]
     live: list[int]
 
-    def __call__(self, ins: list, perturbations: list | None) -> Run:
+    def __call__(self, ins: Values, perturbations: Values | None) -> Run:
         """Runs the equation unchanged; perturbations only enter its derivative.
 
         They only matter for derivatives with respect to them: they are zero, and so is
@@ -148,13 +155,13 @@ class CustomDerivative:
         """
         known = [self.plan.consts, [ins[i] for i in self.numbers]]
 
-        def run(known: list, perturbations: list | None) -> Run:
+        def run(known: Values, perturbations: Values | None) -> Run:
             consts, args = known
             zeros = [full_varying_as(aval, 0) for aval in self.tangents]
             return self.plan.run([*args, *zeros], perturbations, consts)
 
         @jax.custom_jvp
-        def perturbed_by(outs: list, known: list, perturbations: list) -> list:
+        def perturbed_by(outs: Values, known: Values, perturbations: Values) -> Values:
             return outs
 
         @perturbed_by.defjvp
@@ -174,7 +181,7 @@ class CustomDerivative:
             live = perturbed_by([every[i] for i in self.live], known, perturbations)
             for i, out in safe_zip(self.live, live):
                 every[i] = out
-        return every, operands, values
+        return Run(every, operands, values)
 
 
 class Plan:
@@ -195,7 +202,7 @@ class Plan:
         self.perturbed_by: dict[Any, View] = {}
 
     def run(
-        self, args: list, perturbations: list | None, consts: list | None = None
+        self, args: Values, perturbations: Values | None, consts: Values | None = None
     ) -> Run:
         """Evaluates the jaxpr with perturbations added to the outputs of its sites."""
         operands: list = []
@@ -207,7 +214,7 @@ class Plan:
                 return None
             step, num = self.steps[index]
 
-            def run(ins: list) -> list:
+            def run(ins: Values) -> Values:
                 part = None
                 if perturbations is not None:
                     part = [*itertools.islice(remaining, num)]
@@ -220,7 +227,7 @@ class Plan:
 
         consts = self.consts if consts is None else consts
         outs = evaluate_with(self.jaxpr, consts, args, replace)
-        return outs, operands, perturbed
+        return Run(outs, operands, perturbed)
 
     def follow(self, eqn: Eqn, uses: collections.Counter) -> None:
         """Follows a perturbed value through an equation that moves its axes.
@@ -238,7 +245,7 @@ class Plan:
             if uses[var] != 1:
                 self.perturbed_by.pop(var, None)
 
-    def follow_out(self, inner: "Plan", outs: list) -> None:
+    def follow_out(self, inner: "Plan", outs: Values) -> None:
         """Follows a perturbed value out of a call that is about to be included."""
         for var, out in safe_zip(inner.jaxpr.outvars, outs):
             before = inner._perturbed(var)

@@ -7,6 +7,7 @@ derivative rules of our own are needed.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +22,11 @@ from .._base.trees import safe_zip
 from .axes import Axes
 from .factors import Factors
 from .finder import Finder, Inputs, views_of
+from .plan import Run
+from .site import leaf_site
 from .table import SiteTable
 from .values import evaluated, Node
-from .views import leaf_view
+from .views import leaf_view, Values
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -32,11 +35,12 @@ _Struct = jax.ShapeDtypeStruct
 class Seeds(NamedTuple):
     """What is pulled back from the outputs of one example.
 
-    - `cotangents`: those of the outputs, after an axis of vectors if there is one.
-    - `curve`: the curvature between these vectors, if there is one.
+    - `cotangents`: those of the outputs, after the axes of directions if there are any;
+        None for zeros.
+    - `curve`: the curvature between these directions, if there is one.
     """
 
-    cotangents: list[Array]
+    cotangents: Sequence[Any]
     curve: Array | None = None
 
 
@@ -44,30 +48,50 @@ class Seeds(NamedTuple):
 class Directions:
     """The directions in outputs that are pulled back for each example.
 
-    - `seeds`: takes the outputs of an example and its rows.
-    - `axes`: the axis of vectors, if there is one.
-    - `num_outputs`: how many outputs are differentiated; None for all.
+    - `seeds`: takes the differentiated outputs of an example, and its rows.
+    - `axes`: the axes of directions, if there are any.
     - `paired`: for each perturbation, the output for which a vector of ones is pulled
-        back to it in place of all vectors; None for no such output.
+        back to it in place of all directions; None for no such output.
     """
 
     seeds: Callable[[list[Array], list[Array]], Seeds]
     axes: Axes = ()
-    num_outputs: int | None = None
     paired: Sequence[int | None] = ()
 
 
-# The gradient of a loss, which is the first output.
-OF_LOSS = Directions(lambda outs, _: Seeds([jnp.ones_like(outs[0])]), num_outputs=1)
+# The gradient of a loss, which is the only differentiated output.
+OF_LOSS = Directions(lambda outs, _: Seeds([jnp.ones_like(outs[0])]))
 
 
-class OfExample(NamedTuple):
-    """What `Factors` have for many examples, for one."""
+class Linearized(NamedTuple):
+    """A program at one example.
+
+    - `outs`: its outputs; `operands`: those of the sites.
+    - `pullback`: takes cotangents of the differentiated outputs, and returns those of
+        the sites.
+    """
 
     outs: list[Array]
     operands: list[Array]
+    pullback: Callable[[list[Array]], list[Array]]
+
+
+class Pulled(NamedTuple):
+    """The cotangents of the sites of one example, and the curvature of its seeds."""
+
     cotangents: list[Array]
     curve: Array | None
+
+
+class OfExample(NamedTuple):
+    """What `Factors` have for many examples, for one.
+
+    - `pulled`: what is pulled back from each of several `Directions`.
+    """
+
+    outs: list[Array]
+    operands: list[Array]
+    pulled: list[Pulled]
 
 
 class Program:
@@ -79,6 +103,7 @@ class Program:
     differentiated; None for all of them. `order` is 2 if second derivatives are needed.
 
     - `traced`, `leaves`, `jaxpr`: the traced function, its leaves and jaxpr.
+    - `num_outputs`: the number of differentiated outputs.
     - `table`: the sites.
     """
 
@@ -104,7 +129,8 @@ class Program:
             leaves = (leaf for leaf in range(num_leaves) if leaf not in constant)
             fallbacks = dict.fromkeys(leaves, reason)
         num = len(self.jaxpr.outvars)
-        live = [num_outputs is None or i < num_outputs for i in range(num)]
+        self.num_outputs = num if num_outputs is None else num_outputs
+        live = [i < self.num_outputs for i in range(num)]
         while True:
             finder = Finder(order)
             inputs: Inputs = [None for _ in avals]
@@ -122,21 +148,26 @@ class Program:
             # Leaves that are no longer followed cannot block others.
             fallbacks.update(finder.failed)
         self._perturbed, plan = sorted(fallbacks), self._plan
-        found = SiteTable(
+        # The only site of a leaf without a rule is the leaf itself. The cotangents
+        # there come last, and are its gradients.
+        sites, perturbations = [*plan.sites], [*plan.perturbations]
+        for leaf in self._perturbed:
+            like = self.leaves[leaf]
+            sites.append(leaf_site(leaf, like, len(perturbations)))
+            perturbations.append(_Struct(like.shape, like.dtype))
+        self.table = SiteTable(
             self.leaves,
-            [*plan.sites],
-            [*plan.perturbations],
+            sites,
+            perturbations,
             [*plan.operands],
             finder.values,
             fallbacks,
         )
-        # These leaves have no other sites.
-        self.table = found.with_jacobians(self._perturbed)
 
     def __repr__(self) -> str:
         return f"Program with the sites\n{self.table!r}"
 
-    def values(self, leaves: list | None = None) -> list:
+    def values(self, leaves: Values | None = None) -> Values:
         """The values that views of sites read, besides their leaf, at some `leaves`.
 
         They are the same for all examples. Values that no view reads are None.
@@ -146,64 +177,71 @@ class Program:
         values = evaluated(read, self.leaves if leaves is None else leaves)
         return [values[x] if x in read else None for x in nodes]
 
-    def value_structs(self) -> list:
+    def value_structs(self) -> Values:
         """The types of the values."""
         return jax.eval_shape(lambda: self.values(self.traced.zeros()[0]))
-
-    def linearize(
-        self, leaves: list, example: list, num_outputs: int
-    ) -> tuple[list, list, Callable[[list], list]]:
-        """Runs the function on one example.
-
-        Returns its outputs, the operands `a` of the sites, and the pullback from
-        cotangents of the first `num_outputs` outputs to the cotangents `d`.
-        """
-
-        def run(perturbations: list) -> tuple[list, tuple[list, list]]:
-            outs, operands, _ = self.evaluate(leaves, example, perturbations)
-            return outs[:num_outputs], (outs[num_outputs:], operands)
-
-        zeros = self.zeros(leaves, example)
-        outs, pullback, (rest, operands) = jax.vjp(run, zeros, has_aux=True)
-        return [*outs, *rest], operands, lambda cotangents: pullback(cotangents)[0]
 
     def factors(
         self, rows: list[Array], axes: Sequence[int], directions: Directions
     ) -> Factors:
-        """The factors of some examples, which are the `rows` along these axes."""
-        one = lambda rows: self.of_example(rows, directions)
-        outs, operands, cotangents, curve = jax.vmap(one, ([*axes],))(rows)
+        """The factors of some examples, which are the `rows` along these axes.
+
+        Without rows, there is one example.
+        """
+        one = lambda rows: self.of_example(rows, [directions])
+        if rows:
+            found = jax.vmap(one, ([*axes],))(rows)
+        else:
+            found = jax.tree.map(lambda x: x[None], one(rows))
+        (pulled,) = found.pulled
         return Factors(
-            operands,
-            cotangents,
+            found.operands,
+            pulled.cotangents,
             directions.axes,
-            outs[0].shape[0],
+            found.outs[0].shape[0],
             self.values(),
-            outs=outs,
-            curve=curve,
+            outs=found.outs,
+            curve=pulled.curve,
         )
 
-    def of_example(self, rows: list[Array], directions: Directions) -> OfExample:
-        """The factors of one example."""
-        num = directions.num_outputs
-        num = len(self.jaxpr.outvars) if num is None else num
-        outs, operands, pullback = self.linearize(self.leaves, rows, num)
-        seeds, curve = directions.seeds(outs, rows)
-        if not directions.axes:
-            return OfExample(outs, operands, pullback(seeds), curve)
-        # These may be the same for all examples and devices.
-        seeds = [vary_as([out], seed) for seed, out in safe_zip(seeds, outs)]
-        # What is not used of the result of a pullback is not computed.
-        cotangents = jax.vmap(pullback)(seeds)
-        for number in {*directions.paired} - {None}:
-            ones = [jnp.full_like(out, i == number) for i, out in enumerate(outs)]
-            pulled = pullback([vary_as([out], x) for out, x in safe_zip(outs, ones)])
-            for i, x in enumerate(pulled):
-                if directions.paired[i] == number:
-                    cotangents[i] = x[None]
-        return OfExample(outs, operands, cotangents, curve)
+    def of_example(
+        self,
+        rows: list[Array],
+        directions: Sequence[Directions],
+        leaves: list[Array] | None = None,
+    ) -> OfExample:
+        """The factors of one example, at the program's leaves or at others."""
+        leaves = self.leaves if leaves is None else leaves
+        outs, operands, pullback = self.linearize(leaves, rows)
+        seeded = outs[: self.num_outputs]
+        pulled = [_pulled(x, seeded, rows, pullback) for x in directions]
+        return OfExample(outs, operands, pulled)
 
-    def zeros(self, leaves: list, example: list) -> list[Array]:
+    def linearize(
+        self,
+        leaves: list[Array],
+        example: list[Array],
+        point: list[Array] | None = None,
+        *,
+        remat: bool = False,
+    ) -> Linearized:
+        """Runs the function on one example.
+
+        `point` has other perturbations than zeros. With `remat`, the pullback computes
+        the values of the function again.
+        """
+        num = self.num_outputs
+
+        def run(perturbations: Values) -> tuple[list, tuple[list, list]]:
+            outs, operands, _ = self.evaluate(leaves, example, perturbations)
+            return outs[:num], (outs[num:], operands)
+
+        run = jax.checkpoint(run) if remat else run
+        point = self.zeros(leaves, example) if point is None else point
+        outs, pullback, (rest, operands) = jax.vjp(run, point, has_aux=True)
+        return Linearized([*outs, *rest], operands, lambda seeds: pullback(seeds)[0])
+
+    def zeros(self, leaves: Values, example: Values) -> list[Array]:
         """Perturbations of zero."""
         # On a mesh, a perturbation must have the type of the value that it perturbs.
         structs = self.table.perturbations
@@ -213,9 +251,9 @@ class Program:
         return [*map(zeros_like, structs)]
 
     def evaluate(
-        self, leaves: list, example: list, perturbations: list | None
-    ) -> tuple[list, list, list]:
-        """Outputs, operands and, without perturbations, the values to perturb."""
+        self, leaves: Values, example: Values, perturbations: Values | None
+    ) -> Run:
+        """Runs the function with perturbations of the outputs of its sites."""
         leaves = list(leaves)
         of_leaves = [leaves[leaf] for leaf in self._perturbed]
         if perturbations is not None:
@@ -224,6 +262,46 @@ class Program:
                 leaves[leaf] = leaves[leaf] + perturbations.pop()
         args = [*leaves, *example]
         if self.jaxpr.effects:
-            return run_jaxpr(self.jaxpr, self._consts, args), [], of_leaves
+            return Run(run_jaxpr(self.jaxpr, self._consts, args), [], of_leaves)
         outs, operands, perturbed = self._plan.run(args, perturbations)
-        return outs, operands, perturbed + of_leaves
+        return Run(outs, operands, perturbed + of_leaves)
+
+
+def _pulled(
+    directions: Directions,
+    outs: list[Array],
+    rows: list[Array],
+    pullback: Callable[[list[Array]], list[Array]],
+) -> Pulled:
+    """The cotangents of one example, along the axes of the directions."""
+    seeds, curve = directions.seeds(outs, rows)
+
+    def pull(seeds: Sequence[Array | None]) -> list[Array]:
+        # Seeds may be the same for all examples and devices; outputs are not.
+        return pullback(
+            [
+                jnp.zeros_like(out) if seed is None else vary_as([out], seed)
+                for seed, out in safe_zip(seeds, outs)
+            ]
+        )
+
+    if not directions.axes:
+        return Pulled(pull(seeds), curve)
+    # All axes of directions are one while they are pulled back.
+    num = len(directions.axes)
+    lead = next(seed.shape[:num] for seed in seeds if seed is not None)
+    flat = [None if x is None else x.reshape(-1, *x.shape[num:]) for x in seeds]
+    if math.prod(lead) == 1:
+        # An axis of size 1 would lead to other, slower matrix products.
+        only = [None if x is None else x[0] for x in flat]
+        cotangents = [d[None] for d in pull(only)]
+    else:
+        # What is not used of the result of a pullback is not computed.
+        cotangents = jax.vmap(pull)(flat)
+    cotangents = [d.reshape(*lead, *d.shape[1:]) for d in cotangents]
+    for number in {*directions.paired} - {None}:
+        ones = [jnp.full_like(out, i == number) for i, out in enumerate(outs)]
+        for i, x in enumerate(pull(ones)):
+            if directions.paired[i] == number:
+                cotangents[i] = x[None]
+    return Pulled(cotangents, curve)

@@ -133,7 +133,7 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
             LeafReport(
                 path=path,
                 shape=table.leaves[leaf].shape,
-                sites=() if reason else tuple(map(_name, table.of(leaf))),
+                sites=() if reason else tuple(map(_name_of_site, table.of(leaf))),
                 contraction=contraction.form,
                 flops=contraction.cost.flops,
                 bytes=contraction.cost.bytes,
@@ -166,6 +166,6 @@ def _kfac(table: SiteTable, paths: list[str]) -> dict[int, tuple[str, str | None
     return rows
 
 
-def _name(site: Site) -> str:
+def _name_of_site(site: Site) -> str:
     loops = "".join(f"scan({loop.length}) " for loop in site.loops)
     return loops + site.rule.kind

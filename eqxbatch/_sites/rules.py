@@ -25,6 +25,7 @@ from .._base.ragged import groups_of_rows, product_with_groups, RaggedAxes
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .site import AxisNames, leaf_rule, numbered, Rule, sizes_by_name
+from .views import Values
 
 
 def find_rule(eqn: Eqn, index: int) -> Rule | None:
@@ -61,6 +62,7 @@ def _dot_general(eqn: Eqn, index: int) -> Rule:
     """
     contracted, batched = eqn.params["dimension_numbers"]
     left, right, _ = _shapes(eqn)
+    # Axes with one name are one axis: JAX puts those of the result in a fixed order.
     names: list[AxisNames] = []
     for side, shape in enumerate((left, right)):
         known = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
@@ -151,7 +153,7 @@ def _select(eqn: Eqn, index: int) -> Rule | None:
     which, out = eqn.invars[0].aval, eqn.outvars[0].aval
     rule = leaf_rule(out.shape)
 
-    def operand(ins: list) -> Array:
+    def operand(ins: Values) -> Array:
         case = ins[0].astype(jnp.int32)
         return (case == index - 1).astype(out.dtype)
 
@@ -164,7 +166,7 @@ def _select(eqn: Eqn, index: int) -> Rule | None:
     )
 
 
-def _convolution(eqn: Eqn, index: int) -> Rule | None:
+def _convolved_kernel(eqn: Eqn, index: int) -> Rule | None:
     """A convolution whose kernel is a parameter, as a product with patches.
 
     The axes are the `n` examples of the convolution itself, the groups `g`, inputs `i`
@@ -185,6 +187,7 @@ def _convolution(eqn: Eqn, index: int) -> Rule | None:
     kernel = tuple(rhs_shape[axis] for axis in rhs_spec[2:])
     out = tuple(out_shape[axis] for axis in out_spec[2:])
     kernel_axes, out_axes = numbered("k", len(kernel)), numbered("t", len(out))
+    # Axes of size 1 would lead to slower products, so one group has no axis.
     grouped = ("g",) if groups > 1 else ()
     features = lhs_shape[lhs_spec[1]] // groups
     outputs = rhs_shape[rhs_spec[0]] // groups
@@ -241,8 +244,8 @@ def _gather(eqn: Eqn, index: int) -> Rule | None:
     column = numbers.start_index_map.index(token)
     token_size = table[token]
 
-    def operand(ins: list) -> Integer[Array, "..."]:
-        return _rows(ins[1][..., column], token_size, drops=is_dropping)
+    def operand(ins: Values) -> Integer[Array, "..."]:
+        return _selected_rows(ins[1][..., column], token_size, drops=is_dropping)
 
     def op(tokens: Array, w: Array) -> Array:
         # If only one axis is indexed, the others start at zero.
@@ -260,6 +263,7 @@ def _gather(eqn: Eqn, index: int) -> Rule | None:
         )
 
     rule = _row_rule("gather", op, operand, table, token)
+    # Axes of the result are those of tokens, and, at `offset_dims`, those of a row.
     batch_axes = numbered("t", len(indices) - 1)
     collapsed = numbers.collapsed_slice_dims
     offsets = iter(axis for axis in range(len(table)) if axis not in collapsed)
@@ -280,7 +284,13 @@ def _gather(eqn: Eqn, index: int) -> Rule | None:
 def _ragged_dot(eqn: Eqn, index: int) -> Rule | None:
     """The matrices of groups, as those of experts, each for the positions that meet it.
 
-    No position meets more than one of them.
+    No position meets more than one of them. The axes are `group`, and those of a matrix
+    product: `c` where they are contracted, `l` and `r` where only one side has them.
+
+    For 5 tokens `x` of 3 numbers and 4 experts `w` of shape `(4, 3, 2)`, the operand
+    has the axes `(l0, c0)`, the cotangent `(l0, r2)`, and `w` `(group, c0, r2)`. With
+    `m` of shape `(5, 4)`, one where a token meets an expert, the gradient is
+    `einsum("tc,tr,tg->gcr", x, d, m)`.
     """
     if index != 1:
         return None
@@ -330,7 +340,7 @@ def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
     return chosen[0] if chosen[0] in index_map else None
 
 
-def _rows(
+def _selected_rows(
     tokens: Integer[Array, "..."], num_rows: int, *, drops: bool
 ) -> Integer[Array, "..."]:
     """The rows that tokens of any dtype select; `num_rows` stands for no row.
@@ -365,7 +375,12 @@ def _row_rule(
 
 
 def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
-    """One row of a table, as in the embedding of a single token."""
+    """One row of a table, as in the embedding of a single token.
+
+    For row 2 of a table of shape `(4, 3)`, the operand is the token 2 and has no axes,
+    the cotangent has `(one, w1)`, and the table `(v, w1)`: the gradient is `d` in row 2
+    and zero elsewhere.
+    """
     table = eqn.invars[0].aval.shape
     sizes = eqn.params["slice_sizes"]
     chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
@@ -375,8 +390,8 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
         return None
     (token,) = chosen
 
-    def operand(ins: list) -> Integer[Array, ""]:
-        return _rows(ins[1 + token], table[token], drops=False)
+    def operand(ins: Values) -> Integer[Array, ""]:
+        return _selected_rows(ins[1 + token], table[token], drops=False)
 
     def op(row: Array, w: Array) -> Array:
         return lax.dynamic_slice_in_dim(w, row, 1, token)
@@ -386,7 +401,7 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
 
 _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
+    "conv_general_dilated": _convolved_kernel,
     "mul": _elementwise,
     "div": _elementwise,
     **dict.fromkeys(SUMS, _elementwise),

@@ -24,7 +24,7 @@ If a condition is not known to hold, the leaf uses the gradient, or products.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -32,7 +32,7 @@ from jaxtyping import Array
 
 from .._base.dtypes import is_complex
 from .._base.trees import safe_zip
-from .axes import Axis, Role
+from .axes import Axis, Role, Shape
 from .values import Node
 from .views import leaf_view, Loop, Steps, View
 
@@ -167,7 +167,7 @@ class Site:
         return dataclasses.replace(self, loops=(steps, *self.loops))
 
     @property
-    def view_shape(self) -> tuple[int, ...]:
+    def view_shape(self) -> Shape:
         """The shape of the view at all steps in which it differs."""
         steps = (loop.length for loop in self.loops if loop.is_sliced)
         return (*steps, *self.view.shape)
@@ -343,10 +343,11 @@ def is_outer_product(sites: Sequence[Site]) -> bool:
 
 def _same_isometry(site: Site, other: Site) -> bool:
     """Whether two views are the same, with a transpose that keeps inner products."""
-    return site.view.is_isometry and _identity(site) == _identity(other)
+    return site.view.is_isometry and _kind_of_view(site) == _kind_of_view(other)
 
 
-def _identity(site: Site) -> tuple:
+def _kind_of_view(site: Site) -> Hashable:
+    """A key that is equal for two sites that have the same view."""
     shape = tuple(site.sizes[name] for name in site.w_axes)
     view = site.view
     parts = tuple((steps.start, steps.length) for steps in view.loops)

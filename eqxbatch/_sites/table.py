@@ -3,13 +3,13 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 
 from .._base.structs import varying
-from .site import leaf_site, Site
+from .site import Site
 from .values import Node
 
 
@@ -68,14 +68,3 @@ class SiteTable:
             if site.source is not None or view.reads:
                 key.append(leaf)
         return tuple(key)
-
-    def with_jacobians(self, leaves: Iterable[int]) -> "SiteTable":
-        """Jacobians in place of the sites of some leaves, after the cotangents."""
-        leaves = [*leaves]
-        sites = [site for site in self.sites if site.leaf not in leaves]
-        perturbations = [*self.perturbations]
-        for leaf in leaves:
-            x = self.leaves[leaf]
-            sites.append(leaf_site(leaf, x, len(perturbations)))
-            perturbations.append(_Struct(x.shape, x.dtype))
-        return dataclasses.replace(self, sites=sites, perturbations=perturbations)

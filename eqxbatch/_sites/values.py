@@ -29,7 +29,7 @@ from .._base.primitives import (
 )
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
-from .views import Loop, merged_loops, View
+from .views import Loop, Loops, merged_loops, Values, View
 
 
 _ORDERS = itertools.count()
@@ -61,7 +61,7 @@ class Node:
     - `order`: larger than that of all inputs.
     """
 
-    loops: tuple[Loop, ...]
+    loops: Loops
     shape: tuple[int, ...]
     dtype: Any
     varies: bool
@@ -118,7 +118,7 @@ class Node:
 
 
 def output_nodes(
-    jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...], outs: list
+    jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...], outs: Values
 ) -> list[Node]:
     """Some of the outputs of an equation whose inputs are nodes."""
     loops = merged_loops(*(node.loops for node in inputs))
@@ -144,7 +144,7 @@ def output_nodes(
 
 
 def _in_loops(
-    run: Callable[..., list], loops: tuple[Loop, ...], inputs: tuple[Node, ...]
+    run: Callable[..., list], loops: Loops, inputs: tuple[Node, ...]
 ) -> Callable[..., list]:
     for loop in reversed(loops):
         axes = [0 if loop in node.loops else None for node in inputs]
@@ -191,7 +191,7 @@ def _bases(
     """
     name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     varying = [node for node in inputs if node.varies]
-    is_linear = _is_linear(eqn, [node.varies for node in inputs])
+    is_linear = _is_linear_equation(eqn, [node.varies for node in inputs])
     if any(node.shape != shape for node in varying):
         return (), is_linear
     if name == "custom_jvp_call":
@@ -207,7 +207,7 @@ def _bases(
     return tuple(bases), is_linear and are_linear
 
 
-def _is_linear(eqn: Eqn, varying: list[bool]) -> bool:
+def _is_linear_equation(eqn: Eqn, varying: list[bool]) -> bool:
     """Whether an equation is linear in all inputs that depend on leaves."""
     name = name_of(eqn)
     if name in LINEAR_IN_EACH:
@@ -244,10 +244,10 @@ def _has_elementwise_rule(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     apply = run_equation(jaxpr, eqn, eqn.outvars)
     run = lambda ins: apply(*ins)
 
-    def first(ins: list, tangents: list) -> list:
+    def first(ins: Values, tangents: Values) -> Values:
         return jax.jvp(run, (ins,), (tangents,))[1]
 
-    def second() -> list:
+    def second() -> Values:
         ins, *tangents = (
             [full_varying_as(atom.aval, 0) for atom in eqn.invars] for _ in range(4)
         )
@@ -301,7 +301,7 @@ def slope_of(node: Node, base: Node) -> Node:
     others = itertools.chain(*(x.inputs for x in between))
     inputs = tuple(dict.fromkeys([base, *(x for x in others if x not in between)]))
 
-    def run(*values: Array) -> list:
+    def run(*values: Array) -> Values:
         known = dict(safe_zip(inputs, values))
         along = lambda x: evaluated([node], [], {**known, base: x})[node]
         return [jax.jvp(along, (known[base],), (jnp.ones_like(known[base]),))[1]]
@@ -310,7 +310,7 @@ def slope_of(node: Node, base: Node) -> Node:
 
 
 def evaluated(
-    wanted: Iterable[Node], leaves: list, known: dict[Node, Array] | None = None
+    wanted: Iterable[Node], leaves: Values, known: dict[Node, Array] | None = None
 ) -> dict[Node, Array]:
     """The values of nodes and of all that they are computed from, at these leaves."""
     known = {} if known is None else known

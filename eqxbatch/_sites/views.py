@@ -25,10 +25,20 @@ from .._base.primitives import (
     unknown_parameters,
 )
 from .._base.trees import safe_zip
+from .axes import Shape
+
+
+# Values of a program: arrays, keys and numbers, or only their types; None for one that
+# is not known, or not needed.
+Values = list[Any]
 
 
 # A `scan` around an equation: its index, which grows inwards, and its length.
 Loop = tuple[int, int]
+
+
+# The loops around an equation, outermost first.
+Loops = tuple[Loop, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Steps:
     is_sliced: bool = True
 
 
-def merged_loops(*loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+def merged_loops(*loops: Loops) -> Loops:
     """The loops of several values, outermost first."""
     # Inner loops have larger indices.
     return tuple(sorted(set(itertools.chain(*loops))))
@@ -88,7 +98,7 @@ class View:
     shape: tuple[int, ...]
     axes: tuple[int | None, ...] | None
     loops: tuple[Steps, ...] = ()
-    maps: tuple[tuple[Callable[[Array, list], Array], tuple[int, ...]], ...] = ()
+    maps: tuple[tuple[Callable[[Array, Values], Array], tuple[int, ...]], ...] = ()
     key: tuple[str, ...] = ()
     scale: float | complex = 1.0
     is_weighted: bool = False
@@ -135,18 +145,18 @@ class View:
         parts = [(axis, first, first + size) for axis, first, size in axes]
         return dataclasses.replace(view, parts=(*self.parts, *parts))
 
-    def apply(self, x: Array, values: list) -> Array:
+    def apply(self, x: Array, values: Values) -> Array:
         """Applies the view to a leaf `x`; `values` are those of the program."""
         for fun, numbers in self.maps:
             x = fun(x, [values[i] for i in numbers])
         return x
 
-    def transposed(self, leaf: Any, values: list) -> Callable[[Array], Array]:
+    def transposed(self, leaf: Any, values: Values) -> Callable[[Array], Array]:
         """Pulls an array back from the view to a leaf of the given type."""
         transpose = jax.linear_transpose(lambda x: self.apply(x, values), leaf)
         return lambda x: transpose(x)[0]
 
-    def struct(self, leaf: Any, values: list) -> jax.ShapeDtypeStruct:
+    def struct(self, leaf: Any, values: Values) -> jax.ShapeDtypeStruct:
         """The type of the view for a leaf of the given type."""
         return jax.eval_shape(self.apply, leaf, values)
 
@@ -177,7 +187,7 @@ class View:
         is_isometry: bool = True,
         is_weighted: bool = False,
         scale: float | complex = 1.0,
-        values: Sequence[tuple[int, tuple[Loop, ...]]] = (),
+        values: Sequence[tuple[int, Loops]] = (),
     ) -> "View":
         """The view after one more step.
 
@@ -196,7 +206,7 @@ class View:
             lead = dict(safe_zip(view.loops, kept[:num]))
             new = (None if axis is None else kept[num + axis] for axis in axes)
             composed = (*map(lead.get, loops), *new)
-        fun = _mapped(step, view, of_values, loops)
+        fun = _over_steps(step, view, of_values, loops)
         return dataclasses.replace(
             view,
             shape=tuple(shape),
@@ -210,12 +220,12 @@ class View:
         )
 
 
-def _mapped(
+def _over_steps(
     step: Callable[..., Array],
     view: View,
-    of_values: list[tuple[Loop, ...]],
+    of_values: list[Loops],
     loops: tuple[Steps, ...],
-) -> Callable[[Array, list], Array]:
+) -> Callable[[Array, Values], Array]:
     """Maps a step over the loops of the view and of the values."""
     run = lambda x, values: step(x, *values)
     for steps in reversed(loops):
@@ -223,7 +233,7 @@ def _mapped(
         in_axes = (0 if steps in view.loops else None, axes)
         run = jax.vmap(run, in_axes, axis_size=steps.length)
 
-    def cut(x: Array, values: list) -> Array:
+    def cut(x: Array, values: Values) -> Array:
         values = [*values]
         for steps in view.loops:
             for i, others in enumerate(of_values):
@@ -273,7 +283,7 @@ class _Input:
         return self.eqn.primitive.name
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The shape of the first output."""
         return self.eqn.outvars[0].aval.shape
 
@@ -300,7 +310,7 @@ class _Input:
         return self.view.then(self.key, self.bind, self.shape, axes, **settings)
 
 
-def _moved(x: _Input) -> Views | None:
+def _with_moved_axes(x: _Input) -> Views | None:
     """Axes are moved, or those of size 1 inserted or removed; or the array repeated."""
     if len(x.eqn.invars) > 1:  # A dynamic shape.
         return None
@@ -310,7 +320,7 @@ def _moved(x: _Input) -> Views | None:
     return [x.then(axes, is_isometry=same)]
 
 
-def _cast(x: _Input) -> Views | None:
+def _in_other_dtype(x: _Input) -> Views | None:
     """Another dtype."""
     if not jnp.issubdtype(x.eqn.outvars[0].aval.dtype, jnp.inexact):
         return None
@@ -344,11 +354,11 @@ def _reversed(x: _Input) -> Views:
     return [x.then(None)]
 
 
-def _summed(x: _Input) -> Views:
+def _summed_over_axes(x: _Input) -> Views:
     return [x.then(None, is_isometry=False)]
 
 
-def _split(x: _Input) -> Views:
+def _split_in_slices(x: _Input) -> Views:
     """One slice for each output."""
     parts = None if x.view.place is None else _taken_back(x.view, x.eqn)
     if parts is not None:
@@ -369,7 +379,7 @@ def _concatenated(x: _Input) -> Views:
     return [_placed(x, x.view, start, axis)]
 
 
-def _stacked(x: _Input) -> Views:
+def _stacked_view(x: _Input) -> Views:
     axis, shape = x.eqn.params["axis"], x.view.shape
     axes = (*range(axis), None, *range(axis, len(shape)))
     expand = lambda array: jnp.expand_dims(array, axis)
@@ -431,7 +441,7 @@ def _padded(sizes: tuple[int, int], axis: int, x: Array) -> Array:
 _SCALES = 2.0**-24, 2.0**12
 
 
-def _scaled(x: _Input) -> Views | None:
+def _times_number(x: _Input) -> Views | None:
     """Multiplied or divided by a number; None for anything else."""
     name, out, eqn, index = x.name, x.eqn.outvars[0].aval, x.eqn, x.index
     other = eqn.invars[1 - index] if len(eqn.invars) == 2 else None
@@ -506,14 +516,14 @@ def kept_axes(
 # What becomes of a view as an input of an equation, by the name of its primitive.
 _VIEWS: dict[str, Callable[[_Input], Views | None]] = {
     **dict.fromkeys(SUMS, _summand),
-    **dict.fromkeys(MOVES, _moved),
-    **dict.fromkeys(("convert_element_type", "copy"), _cast),
-    **dict.fromkeys(("mul", "div"), _scaled),
+    **dict.fromkeys(MOVES, _with_moved_axes),
+    **dict.fromkeys(("convert_element_type", "copy"), _in_other_dtype),
+    **dict.fromkeys(("mul", "div"), _times_number),
     "neg": _negated,
     "slice": _sliced,
     "rev": _reversed,
-    "reduce_sum": _summed,
-    "split": _split,
+    "reduce_sum": _summed_over_axes,
+    "split": _split_in_slices,
     "concatenate": _concatenated,
-    "stack": _stacked,
+    "stack": _stacked_view,
 }

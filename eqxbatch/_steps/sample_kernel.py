@@ -18,7 +18,8 @@ from .._kernels.kernel import room_of
 from .._ntk.example_factors import choose_formed, ExampleFactors
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import ModelKernel, Sites
-from .._sites.factors import Factors, weighted_sum
+from .._sites.factors import Factors
+from .._sites.formed import weighted_sum
 from .._sites.site import Site
 from .residuals import centred_along, in_range, Residuals, shares, Vectors
 
@@ -159,7 +160,7 @@ def _product(
         sums = lambda _, share: [weighted_sum(sites, factors, leaf, share * vector)]
         (total,) = weighted_totals(sums, vector.shape[0], None, is_narrow)
         return total
-    _, gradients = factors.of(site)
+    gradients = factors.of(site).cotangent
     if not gradients.has_examples:
         vector = jnp.sum(vector, axis=0)
     wide = widened(gradients.array)

@@ -133,7 +133,7 @@ BREAKAGES = [
     Breakage(
         "only a setting of a known name has weights",
         "_weighted",
-        "settings_of(transform)",
+        "accumulators_of(transform)",
         '{"accumulator": transform.accumulator}',
         "tests/batch/test_stream.py -k by_what",
     ),

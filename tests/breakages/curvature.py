@@ -13,9 +13,9 @@ BREAKAGES = [
     ),
     Breakage(
         "a Gauss-Newton matrix by sites has no weights",
-        "SiteGaussNewton.of_example",
-        "scale * weight",
-        "scale + 0 * weight",
+        "SiteGaussNewton.factors",
+        "jax.vmap(jnp.multiply)(curve, weights)",
+        "curve",
         "tests/curvature/test_curvature_products.py -k ggn",
     ),
     Breakage(

@@ -6,14 +6,14 @@ from .breakage import Breakage
 BREAKAGES = [
     Breakage(
         "negative tokens are taken for the first row",
-        "_rows",
+        "_selected_rows",
         "(tokens >= 0) & (tokens <= last)",
         "tokens <= last",
         "tests/sites/test_sites.py -k tokens",
     ),
     Breakage(
         "tokens without a row choose one that they share",
-        "named_terms",
+        "Factors.terms",
         "site.rule.drops",
         "site.rule.drops and not site.rule.token",
         "tests/sites -k use_by_factors",
@@ -133,15 +133,15 @@ BREAKAGES = [
     Breakage(
         "cotangents of one expert count for all",
         "AxisRoles.terms",
-        "(_times(x, met[0]) for x in (terms[0], terms[-1]))",
-        "(_times(terms[0], met[0]), terms[-1])",
+        "_times(operand, met), _times(cotangent, met)",
+        "_times(operand, met), cotangent",
         "tests/curvature/test_kfac_of_experts.py -k of_each_group",
     ),
     Breakage(
         "merged uses of experts have the tokens of the first",
         "OfLeaf._grouped",
-        "[_stacked(of_which, 0)] if of_which else []",
-        "[_stacked(len(of_which) * of_which[:1], 0)]",
+        "[_as_steps(of_which, 0)] if of_which else []",
+        "[_as_steps(len(of_which) * of_which[:1], 0)]",
         "tests/sites/test_experts.py -k several_of_many",
     ),
     Breakage(

@@ -393,7 +393,7 @@ class TestModes:
                 "_curvature.columns.size_groups",
                 "_curvature.by_sites.contract",
                 "_curvature.by_sites.contraction_cost",
-                "_curvature.hessian_by_sites.site_terms",
+                "_curvature.hessian_by_sites.alone",
             ),
         ),
     )

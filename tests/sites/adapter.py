@@ -8,12 +8,14 @@ import contextlib
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from eqxbatch._base import jaxprs, modes, platforms, primitives
@@ -21,13 +23,28 @@ from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._batch.batch import split_batch
 from eqxbatch._batch.fingerprint import digest_of_program
 from eqxbatch._batch.loss import Loss
-from eqxbatch._curvature import by_sites, choose, functions
+from eqxbatch._curvature import (
+    by_sites,
+    choose,
+    functions,
+    ggn_by_sites,
+    kronecker_sums,
+)
 from eqxbatch._curvature.pytree import by_pairs, RequestedBlocks
 from eqxbatch._gradients.gradients_by_sites import SiteGradients
 from eqxbatch._ntk import example_factors, pairings
-from eqxbatch._sites import cancel, cost, factors, finder, gram, site
+from eqxbatch._sites import (
+    cancel,
+    cost,
+    factors,
+    finder,
+    formed,
+    gram,
+    kronecker,
+    site,
+)
 from eqxbatch._sites.axes import Axis, EXAMPLE, OTHER_EXAMPLE, Role
-from eqxbatch._sites.program import Program
+from eqxbatch._sites.program import Directions, OF_LOSS, Program, Seeds
 from eqxbatch._sites.table import SiteTable
 
 
@@ -161,22 +178,24 @@ class Sites:
         which is a vector.
         """
 
-        def of_one(rows: list) -> tuple:
-            (out, *_), operands, pullback = self._program.linearize(leaves, rows, 1)
-            pull = lambda seed: pullback([seed])
-            pulled = None
-            if with_jacobians:
-                pulled = jax.vmap(pull)(jnp.eye(out.size, dtype=out.dtype))
-            return out, operands, pull(cotangent(out)), pulled
+        def only(seed: Array, outs: list[Array]) -> Seeds:
+            return Seeds([seed, *(None for _ in outs[1:])])
 
-        out, operands, pulled, of_outputs = jax.vmap(of_one)([*rows])
-        settings = {"num": rows[0].shape[0], "values": self._program.values(leaves)}
-        sides = []
+        one = lambda outs, _: only(cotangent(outs[0]), outs)
+        directions = [Directions(one)]
         if with_jacobians:
-            sides = [
-                factors.Factors(operands, of_outputs, (axis,), **settings)
-                for axis in _OUTPUTS
-            ]
+            every = lambda outs, _: only(
+                jnp.eye(outs[0].size, dtype=outs[0].dtype), outs
+            )
+            directions.append(Directions(every, _OUTPUTS[:1]))
+        of_one = lambda rows: self._program.of_example(rows, directions, leaves)
+        (out, *_), operands, ((pulled, _), *of_outputs) = jax.vmap(of_one)([*rows])
+        settings = {"num": rows[0].shape[0], "values": self._program.values(leaves)}
+        sides = [
+            factors.Factors(operands, cotangents, (axis,), **settings)
+            for cotangents, _ in of_outputs
+            for axis in _OUTPUTS
+        ]
         return Examples(
             self, leaves, out, factors.Factors(operands, pulled, **settings), sides
         )
@@ -198,13 +217,13 @@ class Examples:
         return gram.OfLeaf(table.of(leaf), of, table.leaves[leaf])
 
     def gradients(self, leaf: int) -> Array:
-        return factors.gradients(*self._of(leaf))
+        return formed.gradients(*self._of(leaf))
 
     def jacobians(self, leaf: int) -> Array:
-        return factors.gradients(*self._of(leaf, self._sides[0]))
+        return formed.gradients(*self._of(leaf, self._sides[0]))
 
     def weighted_sum(self, leaf: int, weights: Array) -> Array:
-        return factors.weighted_sum(*self._of(leaf), weights)
+        return formed.weighted_sum(*self._of(leaf), weights)
 
     def squared_norms(self, leaf: int) -> list[Array]:
         return cancel.squared_norms([self._of(leaf)])
@@ -220,7 +239,7 @@ class Examples:
 
     def inner_products(self, leaf: int, direction: Array) -> Array:
         of_leaf = self._of(leaf)
-        return factors.inner_products(of_leaf.sites, of_leaf.factors, direction)
+        return formed.inner_products(of_leaf.sites, of_leaf.factors, direction)
 
     def kernel(self, leaf: int) -> Array:
         """The inner products of all gradients."""
@@ -448,3 +467,177 @@ def reason_without_mode(mode: Literal["forward", "reverse"], *args: Any) -> str 
 def digest_of(closed: Any) -> Any:
     """What tells programs apart that stored kernels are computed by."""
     return digest_of_program(closed)
+
+
+def printed(fun: Callable, leaves: list, rows: list) -> dict[str, str]:
+    """How a program of `fun(leaves, row)`, its first site and its factors print."""
+    program = Program(TracedFunction(fun, leaves, rows, [0 for _ in rows]))
+    found, *_ = program.table.sites
+    of_rows = program.factors(rows, [0 for _ in rows], OF_LOSS)
+    return {
+        "program": repr(program),
+        "site": repr(found),
+        "view": repr(found.view),
+        "rule": repr(found.rule),
+        "factors": repr(of_rows),
+        "term": repr(of_rows.terms(found).cotangent),
+    }
+
+
+# Sites of one equation, with random factors.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RandomUse:
+    """The factors of one site, with examples first; the cotangents have outputs next.
+
+    - `which`: the group that each position meets, if there are groups.
+    """
+
+    operand: np.ndarray | None
+    cotangent: np.ndarray
+    which: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomSites:
+    """Sites of an equation in which the first input of a function meets the others."""
+
+    _table: SiteTable
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable,
+        shape: tuple[int, ...],
+        ins: tuple,
+        num_uses: int,
+        num_steps: int | None,
+    ) -> "RandomSites":
+        """One site for each use, in the steps of a loop if there are any."""
+        leaf = jax.ShapeDtypeStruct(shape, jnp.float64)
+        rows = [jnp.zeros(x) if isinstance(x, tuple) else jnp.asarray(x) for x in ins]
+        traced = TracedFunction(
+            lambda leaves, rows: fun(*leaves, *rows), [jnp.zeros(shape)], rows
+        )
+        program = Program(traced)
+        (found,) = program.table.sites
+        assert found.rule.kind != "leaf"
+        lead = () if num_steps is None else (num_steps,)
+        sites, operands, perturbations = [], [], []
+        for _ in range(num_uses):
+            of_operands = [x for x in (found.operand, found.which) if x is not None]
+            one = dataclasses.replace(
+                found,
+                perturbation=len(perturbations),
+                operand=None if found.operand is None else len(operands),
+                which=None if found.which is None else len(operands) + 1,
+            )
+            sites.append(one if num_steps is None else one.within((0, num_steps)))
+            structs = [program.table.operands[i] for i in of_operands]
+            in_steps = lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
+            operands += map(in_steps, structs)
+            x = program.table.perturbations[found.perturbation]
+            perturbations.append(in_steps(x))
+        return cls(SiteTable([leaf], sites, perturbations, operands))
+
+    def draw(self, of: np.random.Generator, num: int, num_outputs: int) -> "Drawn":
+        """Random factors. Tokens and groups are indices, of which some select none."""
+        uses = []
+        for one in self._table.sites:
+            most = one.sizes.get(str(one.rule.token or one.rule.group), 0)
+
+            def factor(number: int | None, *, is_index: bool, most: int = most) -> Any:
+                if number is None:
+                    return None
+                shape = (num, *self._table.operands[number].shape)
+                return (
+                    of.integers(most + 1, size=shape)
+                    if is_index
+                    else of.normal(size=shape)
+                )
+
+            d = self._table.perturbations[one.perturbation].shape
+            uses.append(
+                RandomUse(
+                    factor(one.operand, is_index=one.rule.token is not None),
+                    of.normal(size=(num, num_outputs, *d)),
+                    factor(one.which, is_index=True),
+                )
+            )
+        return Drawn(self._table, uses)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["uses"], meta_fields=["_table"]
+)
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Random factors of the sites of one leaf, and their contractions."""
+
+    _table: SiteTable
+    uses: list[RandomUse]
+
+    def _factors(self, side: int = 0, output: int | None = None) -> factors.Factors:
+        """Those of all outputs, or of one of them."""
+        arrays = [(x.operand, x.which) for x in self.uses]
+        operands = [jnp.asarray(x) for pair in arrays for x in pair if x is not None]
+        cotangents = [jnp.asarray(x.cotangent) for x in self.uses]
+        if output is not None:
+            return factors.Factors(operands, [x[:, output] for x in cotangents])
+        return factors.Factors(operands, cotangents, (_OUTPUTS[side],))
+
+    def _of(self, **settings: Any) -> gram.OfLeaf:
+        return gram.of_leaf(self._table, self._factors(**settings), 0)
+
+    def contracted(self, other: "Drawn", weights: np.ndarray) -> dict[str, Array]:
+        """Everything that is contracted from the factors of first derivatives.
+
+        Sums are weighted. Norms, distances to the mean, and products with it, are those
+        of the gradients for the first output.
+        """
+        of_all, of_one = self._of(), self._of(output=0)
+        shares = jnp.abs(jnp.asarray(weights[:, 0]))
+        mean = formed.weighted_sum(*of_one, shares) / jnp.sum(shares)
+        (squares,) = cancel.squared_norms([of_one])
+        (distances,) = cancel.squared_distances([of_one], [mean], shares)
+        axes = (_EXAMPLES[0], _OUTPUTS[0], _EXAMPLES[1], _OUTPUTS[1])
+        return {
+            "jacobian": formed.gradients(*of_all),
+            "sum": formed.weighted_sum(*of_all, jnp.asarray(weights)),
+            "products": formed.inner_products(of_one.sites, of_one.factors, mean),
+            "kernel": gram.gram(of_all, other._of(side=1), _EXAMPLES[1], axes),
+            "squares": squares,
+            "distances": distances,
+        }
+
+    def gauss_newton(self, scale: np.ndarray, *, is_diagonal: bool) -> Array:
+        """The block of the leaf; `scale` has curvatures, or weights, of examples."""
+        program = object.__new__(Program)
+        program.table, program.leaves = self._table, self._table.leaves
+        out = jax.ShapeDtypeStruct((1,), jnp.float64)
+        program.jaxpr = types.SimpleNamespace(outvars=[types.SimpleNamespace(aval=out)])
+        requested = RequestedBlocks([(0, 0)], is_diagonal)
+        matrix = ggn_by_sites.SiteGaussNewton(
+            program, requested, lambda *_: None, num_vectors=2, has_curve=False
+        )
+        of_all = dataclasses.replace(self._factors(), curve=jnp.asarray(scale))
+        ((block,),) = matrix.blocks_of(of_all)
+        return block
+
+    def kronecker(self, weights: np.ndarray) -> list[Array]:
+        """The weighted sums for the factors of K-FAC, or for an exact block."""
+        (part,) = kronecker.parts_of(self._table, None)
+        num, num_outputs = self.uses[0].cotangent.shape[:2]
+        weighing = kronecker_sums.Weighing(num, num_outputs, jnp.asarray(weights), None)
+        vectors = dataclasses.replace(self._factors(), outputs=(kronecker_sums.VECTOR,))
+        return kronecker_sums.part_sums(self._table, part, vectors, weighing, "expand")
+
+
+def close_to(got: Any, expected: Any) -> None:
+    """Both are equal but for rounding in float64."""
+    assert jnp.result_type(got) == jnp.float64
+    np.testing.assert_allclose(
+        np.broadcast_to(got, np.shape(expected)), expected, rtol=1e-10, atol=1e-10
+    )

@@ -532,6 +532,17 @@ STREAMS = [
     ),
     Case(
         "over_batches",
+        lambda: eqxbatch.over_batches(
+            eqxbatch.filter_micro_vmap(
+                jnp.multiply, in_axes=(0, None), accumulator=eqxbatch.Sum()
+            ),
+            weighted=True,
+        )([(x, w, jnp.ones(len(x)))]),
+        ValueError,
+        "Each array of a batch must have a batch axis, but .* gives one to 1 of 2",
+    ),
+    Case(
+        "over_batches",
         lambda: eqxbatch.over_batches(vmap(), batch_size=2)([1.0, 2.0]),
         TypeError,
         "`batches` must be arrays of rows, because `batch_size` is given; got 1.0",
