@@ -18,6 +18,7 @@ from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import checked
 from .._sites.kronecker import Part
+from .damped_product import DampedProduct
 from .kronecker_factors import KroneckerBlock, KroneckerFactors
 from .operators import AbstractSymmetricOperator
 from .pytree import form_of, hessian_to_pytree, joined, Unravel
@@ -29,7 +30,8 @@ class Spectrum(eqx.Module):
     Coordinates along the eigenvectors are arrays of the shape of `values`. If there is
     no array of eigenvectors for a factor, these are one-hot. `is_semidefinite` says
     whether no eigenvalue is known to be negative. If the block is a Kronecker product,
-    `factors` are the eigenvalues of both factors.
+    `factors` are the eigenvalues of both factors; if it is one plus damping, or a power
+    of this, `damped` has them.
     """
 
     part: Part = eqx.field(static=True)
@@ -37,6 +39,7 @@ class Spectrum(eqx.Module):
     outputs: Inexact[Array, "batch outputs outputs"] | None
     inputs: Inexact[Array, "batch inputs inputs"] | None
     factors: tuple[Array, Array] | None = None
+    damped: DampedProduct | None = None
     is_semidefinite: bool = eqx.field(static=True, default=False)
 
     @property
@@ -116,8 +119,10 @@ def _damped(
     if relative:
         added = added * jnp.maximum(jnp.mean(spectrum.values), 0)
     if not factored or spectrum.part.layout is None:
-        values = spectrum.values + added
-        return dataclasses.replace(spectrum, values=values, factors=None)
+        values, damped = spectrum.values + added, None
+        if spectrum.factors is not None:
+            damped = DampedProduct(*spectrum.factors, added)
+        return dataclasses.replace(spectrum, values=values, factors=None, damped=damped)
     assert spectrum.factors is not None
     means = [jnp.mean(x, axis=1, keepdims=True) for x in spectrum.factors]
     is_zero = (means[0] <= 0) | (means[1] <= 0)
@@ -280,16 +285,19 @@ class KroneckerOperator(AbstractSymmetricOperator):
     def _with(
         self,
         change: Callable[[Array], Array],
+        of_damped: Callable[[DampedProduct], DampedProduct],
         of_factor: Callable[[Array], Array] | None = None,
     ) -> "KroneckerOperator":
         """An operator with the same eigenvectors and eigenvalues that are checked.
 
-        Those of factors change by `of_factor`, which is the same if it is None.
+        Those of factors change by `of_factor`, which is the same if it is None, and
+        products plus damping by `of_damped`.
         """
         changed = lambda spectrum: dataclasses.replace(
             spectrum,
             values=change(spectrum.values),
             factors=jax.tree.map(of_factor or change, spectrum.factors),
+            damped=None if spectrum.damped is None else of_damped(spectrum.damped),
             is_semidefinite=True,
         )
         spectra = tuple(map(changed, self.spectra))
@@ -301,7 +309,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         """The same; raises an error if an eigenvalue is wrong."""
         checks = ((is_wrong(spectrum), message) for spectrum in self.spectra)
         zero = error_if(jnp.zeros((), jnp.float32), *checks)
-        return self._with(lambda values: values + zero.astype(values.dtype))
+        plus_zero = lambda values: values + zero.astype(values.dtype)
+        return self._with(plus_zero, lambda damped: damped.changed(plus_zero))
 
     def mv(self, vector: PyTree) -> PyTree:
         leaves = jax.tree.leaves(vector)
@@ -330,7 +339,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         return jax.tree.unflatten(self.unravel.treedef, leaves)
 
     def inverse(self) -> "KroneckerOperator":
-        return self._positive()._with(lambda values: 1 / values)
+        of_damped = lambda damped: damped.to_the(-1)
+        return self._positive()._with(lambda values: 1 / values, of_damped)
 
     def sqrt(self) -> "KroneckerOperator":
         checked = self
@@ -345,6 +355,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         # Two negative eigenvalues of factors have a positive product.
         return checked._with(
             lambda values: jnp.sqrt(jnp.maximum(values, 0)),
+            lambda damped: damped.to_the(0.5),
             lambda values: jnp.sqrt(jnp.abs(values)),
         )
 

@@ -25,6 +25,7 @@ from .._sites.cancel import cancels
 from .._sites.cost import Cost, forming_cost, gram_cost
 from .._sites.factors import Factor, Factors
 from .._sites.gram import has_gram, of_leaf, OfLeaf
+from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.program import Program
 from .._sites.site import positions, Site
 from .metric import InMetric, Metric
@@ -95,6 +96,7 @@ class ExampleFactors:
     once, and the factors may be coordinates in a metric.
 
     - `table`: the sites of the function, or their coordinates in a metric.
+    - `inners`: the inner product of the factors of each leaf.
     - `outputs`: the outputs whose Jacobians are combined.
     - `formed`: for each of them, the leaves whose gradients are kept in place of the
         factors of their sites.
@@ -133,6 +135,8 @@ class ExampleFactors:
         )
         in_metric = None if metric is None else InMetric(program, metric)
         self.table = program.table if in_metric is None else in_metric.table
+        plain = [PlainProduct() for _ in self.table.leaves]
+        self.inners = plain if in_metric is None else in_metric.inners()
         self.outputs = outputs
         self.formed: list[list[int]] = [[] for _ in outputs]
         self._rows, self._are_all = rows, are_all
@@ -216,9 +220,13 @@ class ExampleFactors:
         for which, formed in enumerate(self.formed):
             # Whether terms cancel is asked where they are still known: not in tiles.
             factors = self.factors(whole, which)
-            jacobians.append({i: of_leaf(table, factors, i).jacobian() for i in formed})
+            leaves = {i: of_leaf(table, factors, i) for i in (*used, *formed)}
+            jacobians.append(
+                {i: self.inners[i].coordinates(leaves[i].jacobian()) for i in formed}
+            )
             as_they_are = [i for i in used if i not in formed]
-            cancelled.append(cancels([of_leaf(table, factors, i) for i in as_they_are]))
+            inners = [self.inners[i] for i in as_they_are]
+            cancelled.append(cancels([leaves[i] for i in as_they_are], inners))
             by_output.append([site for i in as_they_are for site in table.of(i)])
         # Everything else would be kept for nothing.
         sites = [*itertools.chain(*by_output)]
@@ -233,6 +241,10 @@ class ExampleFactors:
         return KeptFactors(
             values, operands, cotangents, jacobians, whole.of_views, cancelled
         )
+
+    def inner(self, which: int, leaf: int) -> AbstractInnerProduct:
+        """The inner product of what is kept of a leaf, for an output."""
+        return PlainProduct() if leaf in self.formed[which] else self.inners[leaf]
 
     def factors(self, kept: KeptFactors, which: int, side: int = 0) -> Factors:
         """The factors that belong to an output."""
@@ -337,7 +349,7 @@ def leaf_costs(
             return LeafCosts(0.0, math.inf)
         by_gram = math.inf
         if has_gram(*sites):
-            by_gram = products(*own).time
+            by_gram = products(*own).time * first.inners[leaf].num_terms
             # The Jacobian of a leaf that is only added to something is the cotangent
             # there. It is shared with the array that the leaf is added to, and kept
             # once.

@@ -25,16 +25,19 @@ from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import as_jax, check_fields
 from .._batch.parameters import UNRAVEL
+from .._curvature.damped_product import DampedProduct
 from .._curvature.kronecker_factors import KroneckerFactors
 from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated, VECTOR
 from .._curvature.pytree import joined, Unravel
 from .._sites.factors import Factors
 from .._sites.formed import gradients
+from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.kronecker import AxisRoles, Layout, Part, parts_of, uses_of
 from .._sites.program import Program
 from .._sites.site import AxisNames, leaf_site, Rule, Site
 from .._sites.table import SiteTable
 from .._sites.views import leaf_view
+from .separable import scales_of, SeparableProduct
 
 
 # The largest number of parameters of a metric that is a dense matrix.
@@ -55,6 +58,7 @@ class ProductBasis(eqx.Module):
     - `outputs`, `inputs`: a matrix for each, whose columns are directions. For an
         embedding, `inputs` is a factor for each token.
     - `values`: factors of the coordinates of the product; None for one.
+    - `damped`: what their squares are made of, if no product needs to be formed.
     - `times`: how often coordinates are taken; the second time, by the transpose.
     """
 
@@ -62,6 +66,7 @@ class ProductBasis(eqx.Module):
     outputs: Inexact[Array, "batch outputs rows"]
     inputs: Inexact[Array, "batch inputs *columns"]
     values: Inexact[Array, "batch rows columns"] | None = None
+    damped: DampedProduct | None = None
     times: int = eqx.field(static=True, default=1)
 
     def pairs(
@@ -73,7 +78,7 @@ class ProductBasis(eqx.Module):
         flat = [flat_use(use, factors, layout) for use in uses]
         if self.inputs.ndim == 2:
             return [self._of_tokens(use.tokens, use.d) for use in flat]
-        if self.values is None:
+        if self.values is None or self.damped is not None:
             steps = bases if self.times else (None, None)
             pairs = [rotated(use, layout, steps) for use in flat]
             if self.times < 2:
@@ -317,6 +322,23 @@ class InMetric:
                 for part, other, uses in both
             ]
         self.table = self._in_coordinates()
+
+    def inners(self) -> list[AbstractInnerProduct]:
+        """The inner product of the factors of each leaf of the table."""
+        inners: list[AbstractInnerProduct] = [PlainProduct()] * len(self.table.leaves)
+        if self._projects:
+            return inners
+        bases = [part.basis for part in self._metric.parts]
+        chosen = {
+            leaf: (basis.damped, basis.values)
+            for leaf, (basis, uses) in enumerate(safe_zip(bases, self._uses))
+            if uses and isinstance(basis, ProductBasis) and basis.damped is not None
+        }
+        every = scales_of([damped for damped, _ in chosen.values()])
+        for scales, (leaf, (damped, root)) in safe_zip(every, chosen.items()):
+            assert root is not None
+            inners[leaf] = SeparableProduct(damped, scales, root)
+        return inners
 
     def pairs(
         self,
@@ -586,6 +608,15 @@ def _of_spectrum(spectrum: Any) -> MetricPart:
             spectrum.factors[1] if spectrum.inputs is None else spectrum.inputs * inputs
         )
         basis = ProductBasis(part, spectrum.outputs * outputs, inputs)
+    elif spectrum.outputs is not None and spectrum.damped is not None:
+        damped = spectrum.damped.to_the(2)
+        inputs = spectrum.inputs
+        inputs = jnp.ones_like(damped.inputs) if inputs is None else inputs
+        bases = spectrum.outputs, inputs
+        if abs(damped.power) == 1:
+            basis = ProductBasis(part, *bases, spectrum.values, damped)
+        elif spectrum.inputs is not None:
+            basis = ProductBasis(part, *bases, spectrum.values)
     elif spectrum.outputs is not None and spectrum.inputs is not None:
         bases = spectrum.outputs, spectrum.inputs
         basis = ProductBasis(part, *bases, spectrum.values)

@@ -208,7 +208,8 @@ class Sites(AbstractPairing):
         both = sorted(of_sides[0].keys() & of_sides[1].keys())
         pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
         cancelled = [kept.cancelled[which] for kept in (first, second)]
-        products = grams(pairs, cancelled, output.examples, axes, sizes)
+        inners = [self.sides[0].inner(which, leaf) for leaf in both]
+        products = grams(pairs, cancelled, output.examples, axes, sizes, inners)
         for leaf, product in safe_zip(both, products):
             # A complex parameter counts as two real ones. If there is a complex
             # derivative, each of them contributes its square.

@@ -41,6 +41,7 @@ from .contract import contract
 from .factors import Factor, Factors, scale_of
 from .formed import gradients, rows_of_tokens, selects_rows
 from .gram import gram, OfLeaf, squares
+from .inner_product import AbstractInnerProduct, PlainProduct
 from .site import axes_of, has_named_axes, is_outer_product, is_sum, Site
 
 
@@ -101,17 +102,22 @@ def norms_unless_cancelled(leaves: Sequence[OfLeaf]) -> Norms:
     return Norms(norms, separate)
 
 
-def cancels(leaves: Sequence[OfLeaf]) -> Factor | None:
+def cancels(
+    leaves: Sequence[OfLeaf], inners: Sequence[AbstractInnerProduct] | None = None
+) -> Factor | None:
     """For each example, whether terms of the gradient of all leaves nearly cancel.
 
-    Returns None if this cannot be. The gradient of a single leaf may be zero, as that
-    of a bias of attention keys.
+    `inners` are inner products for each leaf, plain ones by default. Returns None if
+    this cannot be. The gradient of a single leaf may be zero, as that of a bias of
+    attention keys.
     """
-    summed = [uses for uses in leaves if is_sum(uses.sites)]
-    if not summed:
+    inners = [PlainProduct()] * len(leaves) if inners is None else inners
+    chosen = [i for i, uses in enumerate(leaves) if is_sum(uses.sites)]
+    if not chosen:
         return None
-    summed = _divided_into_range(summed)
-    pairs = safe_zip(*map(squares, summed))
+    summed = _divided_into_range([leaves[i] for i in chosen])
+    of_leaf = (inners[i].squares(uses) for i, uses in safe_zip(chosen, summed))
+    pairs = safe_zip(*of_leaf)
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
     flags = apart > MOST_CANCELLED * total
     cancelled = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
@@ -153,17 +159,20 @@ def grams(
     examples: Axes,
     out: Axes,
     sizes: dict[Axis, int],
+    inners: Sequence[AbstractInnerProduct] | None = None,
 ) -> list[Array]:
     """The inner products of gradients with respect to each leaf, for two sides.
 
     - `cancelled`: the results of `cancels`.
+    - `inners`: which inner product each leaf has; the plain one by default.
     - `examples`: the axes of the examples of both sides, which may be the same.
     - `out`: the axes of the result, which have these `sizes`.
     """
     kernels, summed = [], []
+    inners = [PlainProduct()] * len(leaves) if inners is None else inners
     shape = [sizes[axis] for axis in out]
     for i, (uses, other) in enumerate(leaves):
-        kernels.append(gram(uses, other, examples[-1], out))
+        kernels.append(inners[i].gram(uses, other, examples[-1], out))
         if is_sum(uses.sites) or is_sum(other.sites):
             kernels[-1] = jnp.broadcast_to(kernels[-1], shape)
             summed.append(i)
@@ -175,8 +184,9 @@ def grams(
 
     def products(first: list[Array], second: list[Array]) -> list[Array]:
         result = []
-        for uses, other, x, y in safe_zip(*sides, first, second):
-            formed = uses.perturbed_itself(Factor(x)), other.perturbed_itself(Factor(y))
+        for i, uses, other, x, y in safe_zip(summed, *sides, first, second):
+            x, y = (inners[i].coordinates(Factor(z)) for z in (x, y))
+            formed = uses.perturbed_itself(x), other.perturbed_itself(y)
             one = gram(*formed, examples[-1], out)
             full = [1 if axis in examples else sizes[axis] for axis in out]
             result.append(jnp.squeeze(jnp.broadcast_to(one, full), places))

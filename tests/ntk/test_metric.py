@@ -30,35 +30,16 @@ from ..helpers import (
     normal,
     variants,
 )
+from .metric_models import (
+    factors,
+    Lookup,
+    Net,
+    of_lookup,
+    operator_of,
+    OUTPUTS,
+    subject,
+)
 from .models import float64, jacobians, pairs
-
-
-OUTPUTS = 3
-
-
-class Net(eqx.Module):
-    """Weights with and without biases, shared, and arrays that are no weights."""
-
-    conv: eqx.nn.Conv1d
-    shared: eqx.nn.Linear
-    scale: jax.Array
-    last: eqx.nn.Linear
-    unused: jax.Array
-    name: str = eqx.field(static=True, default="net")
-
-    def __init__(self, key):
-        keys = jr.split(key, 3)
-        settings = {"padding": 1, "use_bias": False, "key": keys[0]}
-        self.conv = drawn(eqx.nn.Conv1d, 2, 4, 3, **settings)
-        self.shared = drawn(eqx.nn.Linear, 4, 4, key=keys[1])
-        self.scale = normal(keys[2], (4,), float)
-        self.last = drawn(eqx.nn.Linear, 4, OUTPUTS, use_bias=False, key=keys[2])
-        self.unused = jax.device_put(np.ones(2))
-
-    def __call__(self, x):
-        hidden = jnp.tanh(jax.vmap(self.shared)(jnp.tanh(self.conv(x)).T))
-        hidden = jax.vmap(self.shared)(hidden).sum(0) * self.scale
-        return self.last(jnp.tanh(hidden))
 
 
 class Loss(eqx.Module):
@@ -66,20 +47,6 @@ class Loss(eqx.Module):
 
     def __call__(self, x):
         return jnp.sum(jnp.cosh(self.model(x)))
-
-
-@functools.cache
-def subject():
-    model, x = Net(jr.key(0)), normal(jr.key(1), (7, 2, 5), float)
-    return model, x, np.asarray(jacobians(model, x))
-
-
-@functools.cache
-def factors(corrected):
-    model, x, _ = subject()
-    loss = lambda out, x: jnp.sum(jnp.cosh(out))
-    call = filter_kfac(lambda model, x: model(x), loss, corrected=corrected)
-    return call(model, x)
 
 
 def parameters(model):
@@ -99,14 +66,6 @@ def matrix():
     root = np.random.default_rng(1).normal(size=(num, num))
     dense = root @ root.T / num + np.eye(num)
     return dense, dense
-
-
-@eqx.filter_jit
-def operator_of(found, is_inverse, settings):
-    """One program in place of one for each operation."""
-    operator = found.operator(**settings)
-    operator = operator.inverse() if is_inverse else operator
-    return operator, operator.as_matrix()
 
 
 @eqx.filter_jit
@@ -183,32 +142,6 @@ def test_factored_metrics_keep_factors():
     products = [x for x in bases.values() if x is not None]
     assert len(products) == 3
     assert all(x.values is None for x in products)
-
-
-class Lookup(eqx.Module):
-    """An embedding, which drops tokens that it does not have, and a weight twice."""
-
-    table: eqx.nn.Embedding
-    tied: jax.Array
-
-    def __init__(self, key):
-        keys = jr.split(key, 2)
-        self.table = drawn(eqx.nn.Embedding, 6, 4, key=keys[0])
-        self.tied = normal(keys[1], (OUTPUTS, 4), float)
-
-    def __call__(self, tokens):
-        table = self.table.weight.at[tokens].get(mode="fill", fill_value=0)
-        hidden = jnp.tanh(self.tied @ table.T)
-        return jnp.sum(self.tied @ jnp.tanh(self.tied.T @ hidden), 1)
-
-
-@functools.cache
-def of_lookup():
-    model, x = Lookup(jr.key(0)), integers(jr.key(2), (7, 5), 8)
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
-    settings = {"damping": 0.1, "relative": True, "factored": True}
-    metric, dense = operator_of(call(model, x), True, settings)
-    return model, x, metric, np.asarray(dense)
 
 
 @float64

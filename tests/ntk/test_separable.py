@@ -1,0 +1,255 @@
+"""Metrics with exact damping, as sums of products of rescaled factors."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.random as jr
+import numpy as np
+import pytest
+
+from eqxbatch import EmpiricalNTK, filter_kfac
+from eqxbatch._curvature.damped_product import DampedProduct
+from eqxbatch._ntk import separable
+from eqxbatch._ntk.separable import SeparableProduct
+from ..conftest import enable_x64
+from ..helpers import assert_same, drawn, normal
+from .metric_models import factors, Lookup, Net, of_lookup, operator_of, subject
+from .models import cast, float64, jacobians, pairs
+
+
+# Costs would choose formed gradients for most layers of small models.
+@pytest.fixture
+def never_formed():
+    with mock.patch.object(SeparableProduct, "num_terms", 0):
+        yield
+
+
+@jax.jit
+def terms(damped):
+    """The table, and the sum of the absolute values of its terms."""
+
+    def term(rows, columns):
+        product = rows[:, :, None] * columns[:, None]
+        return product, jnp.abs(product)
+
+    (scales,) = separable.scales_of([damped])
+    return separable._sum_of_terms(damped, scales, term, [])
+
+
+def wide(dtype, rows, columns, damping):
+    """The metric that is wanted, in more digits, and what is found for it."""
+    arrays = (jnp.asarray(x, dtype) for x in (rows, columns, damping))
+    damped = DampedProduct(*arrays, -1.0)
+    more = [np.asarray(x).astype(np.longdouble) for x in jax.tree.leaves(damped)]
+    expected = 1 / (more[0][:, :, None] * more[1][:, None] + more[2])
+    found, absolute = (np.asarray(x).astype(np.longdouble) for x in terms(damped))
+    return found / expected, absolute / np.abs(expected)
+
+
+def spectrum(rng, size):
+    """Eigenvalues over many decades, some of them zero, for two matrices."""
+    values = 10.0 ** rng.uniform(-rng.choice([2, 8, 20]), 0, (2, size))
+    values[:, : rng.integers(size)] *= rng.integers(2)
+    return values * [[1], [rng.choice([1, 1e-4])]]
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.float64))
+def test_every_entry_has_all_digits(dtype):
+    # Each entry, relative to itself: the kernel then has the error of such a metric,
+    # relative to the sum of the absolute terms, whatever the examples are.
+    rng = np.random.default_rng(0)
+    eps = float(jnp.finfo(dtype).eps)
+    with enable_x64():
+        for decade in (-20, -6, -1, 0, 1, 2, 4, 7, 12, 20, 28, *rng.uniform(-3, 9, 20)):
+            rows, columns = spectrum(rng, 12), spectrum(rng, 15)
+            rows[0, -1] = columns[0, -1] = 1
+            unit = 10.0 ** rng.uniform(-3, 3)
+            damping = unit * 10.0**-decade
+            found, absolute = wide(dtype, unit * rows, columns, damping)
+            limit = eps * (16 + 1.5 * max(decade, 0))
+            np.testing.assert_allclose(found.astype(float), 1, atol=limit, rtol=0)
+            assert absolute.max() < 1.2
+
+
+@float64
+def test_negative_eigenvalues_are_followed_while_the_sum_is_positive():
+    rng = np.random.default_rng(0)
+    rows, columns = rng.uniform(-1, 4, (2, 12)), rng.uniform(0, 5, (2, 15))
+    rows[0, :2], columns[0, :2] = (-1, 4), (0, 5)
+    for signs in ((1, 1), (-1, -1)):
+        both = signs[0] * rows, signs[1] * columns
+        found, _ = wide(jnp.float64, *both, 5.5)
+        np.testing.assert_allclose(found.astype(float), 1, rtol=1e-13)
+    found, _ = wide(jnp.float64, -rows, columns, 20.5)
+    np.testing.assert_allclose(found.astype(float), 1, rtol=1e-13)
+    found, _ = wide(jnp.float64, rows, columns, 4.9)
+    assert np.isnan(found[0]).all()
+
+
+def test_damping_out_of_range():
+    # Zero damping changes nothing if no eigenvalue is zero.
+    rng = np.random.default_rng(0)
+    rows, columns = rng.uniform(1, 4, (2, 12)), rng.uniform(1, 5, (2, 15))
+    found, _ = wide(jnp.float32, rows, columns, 0.0)
+    np.testing.assert_allclose(found.astype(float), 1, rtol=4e-6)
+    rows[0, 0] = 0
+    found, _ = wide(jnp.float32, rows, columns, 1e-37)
+    assert np.isnan(found[0]).all()
+    np.testing.assert_allclose(found[1].astype(float), 1, rtol=4e-6)
+
+
+@functools.cache
+def subjects():
+    model, tokens, *_ = of_lookup()
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    return {
+        Net: (*subject()[:2], factors(corrected=False)),
+        Lookup: (model, tokens, call(model, tokens)),
+    }
+
+
+@float64
+@pytest.mark.usefixtures("never_formed")
+@pytest.mark.parametrize("kind", (Net, Lookup))
+def test_kernels_are_the_dense_product(kind):
+    # Convolutions, shared weights, tokens, a weight in both roles, and biases.
+    model, x, found = subjects()[kind]
+    metric, dense = operator_of(found, True, {"damping": 0.01})
+    jac = np.asarray(jacobians(model, x))
+    first = jax.device_put(np.asarray(x)[:2])
+
+    @eqx.filter_jit
+    def results(model, metric, x, first):
+        kernel = EmpiricalNTK(model, metric=metric)
+        sides = dataclasses.replace(kernel, trace_axes=(), block_size=3)(x, first)
+        return sides, kernel(x), kernel.diagonal(x)
+
+    sides, whole, diagonal = results(model, metric, x, first)
+    right = jac @ np.asarray(dense)
+    expected = pairs(right, jac, (-1,))
+    assert_same(sides, pairs(right, jac[:2]))
+    assert_same(whole, expected)
+    assert (np.asarray(whole) == np.asarray(whole).T).all()
+    assert_same(diagonal, np.diagonal(expected))
+
+
+@float64
+@pytest.mark.usefixtures("never_formed")
+def test_an_operator_plus_damping_has_two_terms():
+    model, x, found = subjects()[Lookup]
+    metric, dense = operator_of(found, False, {"damping": 0.1})
+    jac = np.asarray(jacobians(model, x))
+    expected = pairs(jac @ np.asarray(dense), jac)
+    assert_same(eqx.filter_jit(scores)(model, metric, x), expected)
+
+
+class Often(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jax.vmap(self.layer)(x).sum(0)
+
+
+@pytest.mark.parametrize("often", (False, True))
+def test_costs_choose_between_factors_and_formed_gradients(often):
+    # A wide layer that is used once keeps factors, one that is used often does not.
+    layer = drawn(eqx.nn.Linear, 40, 30, key=jr.key(0))
+    model = Often(layer) if often else layer
+    x = normal(jr.key(1), (6, 99, 40) if often else (6, 40), "float32")
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+
+    def run(x):
+        metric = call(model, x).operator(damping=0.1).inverse()
+        return EmpiricalNTK(model, metric=metric)(x)
+
+    with mock.patch.object(separable, "gram", side_effect=separable.gram) as gram:
+        jax.eval_shape(run, x)
+    assert bool(gram.call_count) is not often
+
+
+def scores(model, metric, x):
+    return EmpiricalNTK(model, metric=metric, trace_axes=())(x)
+
+
+def test_rounding_is_that_of_formed_gradients():
+    # Far from the examples of the factors, too, where eigenvalues say nothing.
+    rng = np.random.default_rng(0)
+    model = drawn(eqx.nn.MLP, 5, 2, 12, 2, jnp.tanh, key=jr.key(0))
+    x = rng.normal(size=(9, 5)) * 10.0 ** rng.uniform(-3, 1, (9, 5))
+    x = x.astype("float32")
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
+    found = call(model, x[:3])
+    runs = {num: eqx.filter_jit(functools.partial(scores)) for num in (0, 1e9)}
+    for damping in (1e-5, 0.1, 1e3):
+        metric = found.operator(damping=damping).inverse()
+        with enable_x64():
+            jac = np.asarray(jacobians(cast(model), x.astype(float)))
+            dense = np.asarray(cast(metric).as_matrix())
+        expected = np.asarray(pairs(jac @ dense, jac))
+        norms = np.sqrt(np.einsum("aabb->ab", expected))
+        scale = norms[:, None, :, None] * norms[None, :, None]
+        errors = []
+        for num, run in runs.items():
+            with mock.patch.object(SeparableProduct, "num_terms", num):
+                error = np.asarray(run(model, metric, x), float) - expected
+                errors.append(np.max(np.abs(error) / scale))
+        ours, formed = errors
+        assert ours <= 10 * formed
+
+
+@float64
+@pytest.mark.usefixtures("never_formed")
+def test_derivatives_and_maps_over_damping():
+    model = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=jr.key(0))
+    x = normal(jr.key(1), (4, 3), float)
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+    found = call(model, x)
+
+    def total(args, dense):
+        model, found, damping = args
+        metric = found.operator(damping=damping).inverse()
+        if dense:
+            jac = jacobians(model, x)
+            return jnp.sum(jnp.sin(pairs(jac @ metric.as_matrix(), jac)))
+        return jnp.sum(jnp.sin(scores(model, metric, x)))
+
+    @eqx.filter_jit
+    def run(args, several):
+        grads = [eqx.filter_value_and_grad(total)(args, x) for x in (False, True)]
+        each = lambda damping: total((*args[:2], damping), False)
+        return *grads, jax.vmap(each)(several), jax.lax.map(each, several)
+
+    args = model, found, jnp.asarray(1e-3)
+    got, expected, mapped, looped = run(args, jnp.asarray([1e-9, 1e-3, 10.0]))
+    arrays = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
+    assert_same(arrays(got), arrays(expected), tol=1e-8)
+    assert_same(mapped, looped)
+
+
+class Twice(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.layer(x[0]) - self.layer(x[1])
+
+
+@pytest.mark.usefixtures("never_formed")
+def test_terms_that_cancel_in_the_metric_only():
+    # A metric hides what does not cancel: an input that is large in the examples.
+    rng = np.random.default_rng(0)
+    model = Twice(drawn(eqx.nn.Linear, 3, 2, use_bias=False, key=jr.key(0)))
+    x = rng.normal(size=(6, 1, 3)) + 1e-3 * rng.normal(size=(6, 2, 3))
+    x[:, 0, 0] *= 3e3
+    x = x.astype("float32")
+    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
+    metric = call(model, x).operator(damping=1e-2).inverse()
+    ours = np.asarray(eqx.filter_jit(scores)(model, metric, x))
+    with enable_x64():
+        jac = np.asarray(jacobians(cast(model), x.astype(float)))
+        dense = np.asarray(cast(metric).as_matrix())
+    expected = np.asarray(pairs(jac @ dense, jac))
+    np.testing.assert_allclose(ours, expected, atol=2e-5 * expected.max(), rtol=0)
