@@ -39,7 +39,7 @@ from .._sites.site import (
     Site,
 )
 from .._sites.table import SiteTable
-from .pytree import Pair, RequestedBlocks
+from .pytree import BlockSums, Pair, RequestedBlocks
 
 
 # Pairs of leaves that are alike are contracted together if there are at least this
@@ -83,11 +83,7 @@ class AbstractSiteMatrix(abc.ABC):
     - `program`: the function with its sites, and `leaves` its leaves.
     - `formed`: the leaves whose gradients are formed and take the place of factors.
     - `groups`: the requested pairs of leaves, grouped with those that are alike.
-    - `counts_cancelled`: whether `sums` ends with a count of examples for which blocks
-        lose digits.
     """
-
-    counts_cancelled: bool = False
 
     def __init__(
         self, program: Program, requested: RequestedBlocks, formed: Sequence[int] = ()
@@ -127,13 +123,18 @@ class AbstractSiteMatrix(abc.ABC):
 
     def sums(
         self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "..."]]:
-        """The blocks of each group, of the (weighted) sum over the examples."""
-        return self.blocks_of(self.factors(rows, axes, weights))
+    ) -> BlockSums:
+        """The blocks of the (weighted) sum over the examples."""
+        factors = self.factors(rows, axes, weights)
+        return BlockSums(self.blocks_of(factors), self.num_cancelled(factors))
 
     @abc.abstractmethod
     def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
         """The blocks of each group, from the factors of all examples."""
+
+    @abc.abstractmethod
+    def num_cancelled(self, factors: Factors) -> Real[Array, ""] | None:
+        """For how many examples blocks lose digits; None if they cannot."""
 
     @abc.abstractmethod
     def structs(self, num: int) -> Factors:

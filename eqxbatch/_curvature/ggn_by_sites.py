@@ -110,6 +110,9 @@ class SiteGaussNewton(AbstractSiteMatrix):
         jacobians = {i: of_leaf(table, factors, i).jacobian() for i in self.formed}
         return self.contracted_blocks(dataclasses.replace(factors, jacobians=jacobians))
 
+    def num_cancelled(self, factors: Factors) -> None:
+        del factors  # Jacobians whose terms may cancel are formed.
+
     def structs(self, num: int) -> Factors:
         table, vectors = self.program.table, self._num_vectors
         of_jacobian = lambda i: struct_of(table.leaves[i], num, vectors)

@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, run_jaxpr
@@ -118,7 +118,7 @@ class SiteHessian(AbstractSiteMatrix):
         self._summed = [
             i for i in sorted(requested.leaves) if is_sum(program.table.of(i))
         ]
-        self.counts_cancelled = counts_cancelled and len(self._summed) > 0
+        self._counts_cancelled = counts_cancelled and len(self._summed) > 0
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
@@ -127,15 +127,17 @@ class SiteHessian(AbstractSiteMatrix):
 
     def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
         sources = _sources(self.program.table, factors)
-        blocks = _with_curved(self, sources, self.contracted_blocks(factors))
-        if self.counts_cancelled:
-            # Blocks are sums over pairs of the terms of gradients, which keep no digits
-            # if these terms nearly cancel.
-            table = self.program.table
-            flags = cancels([of_leaf(table, factors, i) for i in self._summed])
-            assert flags is not None
-            blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
-        return blocks
+        return _with_curved(self, sources, self.contracted_blocks(factors))
+
+    def num_cancelled(self, factors: Factors) -> Real[Array, ""] | None:
+        if not self._counts_cancelled:
+            return None
+        # Blocks are sums over pairs of the terms of gradients, which keep no digits if
+        # these terms nearly cancel.
+        table = self.program.table
+        flags = cancels([of_leaf(table, factors, i) for i in self._summed])
+        assert flags is not None
+        return jnp.sum(flags.array, dtype=jnp.float32)
 
     def factors(
         self, rows: list[Array], axes: Sequence[int], weights: Array | None

@@ -16,6 +16,7 @@ from .._base.mesh import sum_except
 from .._base.platforms import products_of
 from .._base.trees import safe_zip
 from .._base.versions import varying
+from .._batch.arguments import Arguments
 from .._batch.loss import Loss
 from .._batch.memory import MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -63,7 +64,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
     def is_block(self) -> Callable[[Any], bool] | None:
         return None
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         sized = self
         if isinstance(self.block_size, MemoryBudget):
             # The batch is cut first, so that the two sizes are chosen one after the
