@@ -160,7 +160,7 @@ def images(
     `point` is like the argument of the function. The directions are along an `axis` of
     all results, and `size` of them are computed at a time.
     """
-    return _in_blocks(jax.vmap(linear, out_axes=axis), point, size, axis)
+    return _of_one_hot(jax.vmap(linear, out_axes=axis), point, size, axis)
 
 
 def diagonal_entries(
@@ -177,10 +177,10 @@ def diagonal_entries(
         ]
         return [sum(parts[1:], parts[0])]
 
-    return _in_blocks(entries, point, size, 0)
+    return _of_one_hot(entries, point, size, 0)
 
 
-def _in_blocks(
+def _of_one_hot(
     fun: Linear, point: Sequence[Array], size: int | None, axis: int
 ) -> list[Array]:
     total = sum(x.size for x in point)

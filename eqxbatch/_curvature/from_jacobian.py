@@ -104,7 +104,7 @@ class JacobianMatrix:
         leaves = vary_as([*self.leaves, *rows], self.leaves)
         compute = self._columns if self.is_by_columns else self._rows
         sides = compute(leaves, rows, axes, weights)
-        multiply = _diagonal if self.requested.is_diagonal else _product
+        multiply = _sums_of_rows if self.requested.is_diagonal else _square
         parts: dict[int, Array] = {}
         for part in {*self._part_of.values()}:
             of_part = [leaf for leaf, x in self._part_of.items() if x == part]
@@ -175,12 +175,12 @@ class JacobianMatrix:
         return blocks.reshape(len(pairs), *leaves[0].shape, *leaves[1].shape)
 
 
-def _product(sides: _Sides) -> Inexact[Array, "parameters parameters"]:
+def _square(sides: _Sides) -> Inexact[Array, "parameters parameters"]:
     rows = [Axis(Role.ENTRY, side=side) for side in (0, 1)]
     outputs = tuple(Axis(Role.OUTPUT, i) for i in range(sides.left.ndim - 1))
     terms = [Named(x, (row, *outputs)) for x, row in safe_zip(sides, rows)]
     return contract(terms, tuple(rows))
 
 
-def _diagonal(sides: _Sides) -> Inexact[Array, " parameters"]:
+def _sums_of_rows(sides: _Sides) -> Inexact[Array, " parameters"]:
     return jnp.sum(sides.left * sides.right, range(1, sides.left.ndim))

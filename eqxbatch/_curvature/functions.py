@@ -359,15 +359,17 @@ class GaussNewtonCurvature(AbstractCurvature):
         point, run = self.leaves, self._traced.one
         if not self.forms_rest:
             run = jax.checkpoint(run) if self._checkpoint else run
-            return lambda leaves: _over(lambda rows: run(leaves, rows), axes, rows)
+            return lambda leaves: _over_examples(
+                lambda rows: run(leaves, rows), axes, rows
+            )
 
         def of_one(rows: RowArrays) -> Expansion:
             return expansion(lambda leaves: run(leaves, rows), point, self.derivative)
 
         # The Jacobian is computed once for all products.
-        expansions = _over(of_one, axes, rows)
+        expansions = _over_examples(of_one, axes, rows)
         expand = lambda leaves: lambda _, known: expanded(known, point, leaves)
-        return lambda leaves: _over(expand(leaves), axes, rows, expansions)
+        return lambda leaves: _over_examples(expand(leaves), axes, rows, expansions)
 
     def curved(
         self,
@@ -379,7 +381,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         """The product with the Hessian of all losses, or with what replaces it."""
         if self._fisher is None and self._gradient is jax.grad:
             one = lambda rows, outs: self._loss_of(outs, rows)
-            value = lambda outs: jnp.sum(_over(one, axes, rows, outs))
+            value = lambda outs: jnp.sum(_over_examples(one, axes, rows, outs))
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
                 curve = lambda seeds: pull(seeds)[0]
@@ -387,7 +389,7 @@ class GaussNewtonCurvature(AbstractCurvature):
                 curve = jax.linearize(jax.grad(value), outs)[1]
             # The loss may have a backward pass that is not linear.
             return lambda seeds: _times_weights(curve(seeds), weights)
-        vectors = _over(
+        vectors = _over_examples(
             lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
         )
 
@@ -405,7 +407,9 @@ class GaussNewtonCurvature(AbstractCurvature):
             along = along if weight is None else weight.astype(along.dtype) * along
             return [jnp.tensordot(along.astype(x.dtype), x, 1) for x in vectors]
 
-        return lambda seeds: _over(product, axes, rows, (seeds, *vectors, weights))
+        return lambda seeds: _over_examples(
+            product, axes, rows, (seeds, *vectors, weights)
+        )
 
     def _seeds(
         self, fisher: AbstractFisher, outs: list[Array], rows: RowArrays
@@ -458,7 +462,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 _LOSS = "`loss`, whose arguments are the output of `fun` and all but its first,"
 
 
-def _over(
+def _over_examples(
     one: Callable[..., Any], axes: Sequence[int], rows: RowArrays, *others: PyTree
 ) -> Any:
     """Maps `one(rows, *others)` over examples; `others` have them along axis 0.

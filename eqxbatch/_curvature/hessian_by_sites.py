@@ -28,6 +28,7 @@ from .._base.jaxprs import depends, run_jaxpr
 from .._base.mesh import vary_as
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
+from .._batch.arguments import RowArrays
 from .._sites.axes import Axis, EXAMPLE, Named
 from .._sites.cancel import cancels
 from .._sites.cost import pushed_cost
@@ -160,7 +161,7 @@ class SiteHessian(AbstractSiteMatrix):
         seed = full_varying_as(aval, 1)
         seed = seed if weight is None else seed * weight.astype(aval.dtype)
 
-        def run(point: list) -> list:
+        def run(point: list[Array]) -> list:
             args = [*point, *self.leaves, *rows, seed]
             return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
@@ -168,7 +169,9 @@ class SiteHessian(AbstractSiteMatrix):
         for push, numbers in self.pushes:
             zeros = [point[z] for z in push]
 
-            def results(zs: list, push: list = push, numbers: list = numbers) -> list:
+            def results(
+                zs: list[Array], push: list[int] = push, numbers: list[int] = numbers
+            ) -> list:
                 outs = run(replaced(point, push, zs))
                 return [outs[i] for i in numbers]
 
@@ -271,7 +274,9 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
     """The jaxpr of cotangents and operands, from perturbations and one example."""
     leaves, rows = program.traced.zeros()
 
-    def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
+    def gradient(
+        point: list[Array], leaves: list[Array], rows: RowArrays, weight: Array
+    ) -> list:
         at_point = program.linearize(leaves, rows, point, remat=remat)
         return [*at_point.pullback([weight]), *at_point.operands]
 
@@ -338,8 +343,8 @@ def _with_curved(
     curved = {s.leaf: False for s in table.sites if s.source is not None}
     curved |= {s.leaf: True for s in table.sites if s.is_coupled}
 
-    def gradient(leaves: list, which: Sequence[int]) -> list:
-        def value(point: list) -> Array:
+    def gradient(leaves: list[Array], which: Sequence[int]) -> list:
+        def value(point: list[Array]) -> Array:
             nodes = [x for x, _ in sources]
             values = evaluated(nodes, replaced(leaves, which, point))
             terms = (jnp.sum(values[x] * weight) for x, weight in sources)

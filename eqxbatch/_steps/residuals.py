@@ -93,15 +93,15 @@ class ResidualTerm(eqx.Module):
         diff = jtu.tree_unflatten(jtu.tree_structure(self.loss.diff), leaves)
         out, residual = self.loss.outputs(diff, [*rows])
         if not self.loss.has_aux:
-            return _Outputs(_checked(out))
-        out, residual = _checked(out), _checked(residual)
+            return _Outputs(_residual_arrays(out))
+        out, residual = _residual_arrays(out), _residual_arrays(residual)
         shapes = [jtu.tree_map(jnp.shape, tree) for tree in (residual, out)]
         what = "With `has_residual=True`, the shapes of the second output of `residual`"
         check_equal(what, *shapes)
         return _Outputs(out, residual)
 
 
-def _checked(out: PyTree) -> PyTree:
+def _residual_arrays(out: PyTree) -> PyTree:
     """The outputs of a residual function, as arrays."""
     is_number = lambda x: eqx.is_array_like(x) and not isinstance(x, int)
     out = jtu.tree_map(lambda x: jnp.asarray(x) if is_number(x) else x, out)
