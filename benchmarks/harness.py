@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from eqxbatch._base.compile import memory_options
+from eqxbatch._base.compiler_options import memory_options
 
 
 OURS = "eqxbatch"

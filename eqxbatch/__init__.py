@@ -1,11 +1,11 @@
 """Equinox transforms that stay within a memory bound."""
 
 import importlib as _importlib
-import importlib.metadata as _metadata
 import importlib.util as _util
 import typing as _typing
 
 from . import results as results
+from ._base.installed import installed_version as _installed_version
 from ._base.trees import import_extra as _import_extra
 from ._batch.accumulators import (
     AbstractAccumulator as AbstractAccumulator,
@@ -77,7 +77,7 @@ from ._steps.gauss_newton_step import (
 from ._steps.scale_by_kfac import scale_by_kfac as scale_by_kfac
 
 
-__version__ = _metadata.version("equinox-batch")
+__version__ = _installed_version(__file__)
 
 # These are lineax operators, and lineax is optional. Without it they are not listed, so
 # that `from eqxbatch import *` works.

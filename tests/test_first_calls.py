@@ -190,6 +190,9 @@ def test_sizes_that_change_are_no_mistake():
         filter_micro_grad(call_model, microbatch_size=size)(
             Scaled(ONES[0], 2.0), jnp.ones((9, 3))
         )
+        # The keys of this node are no names of its entries.
+        partial = jax.tree_util.Partial(call_model, Scaled(ONES[0], 2.0))
+        EmpiricalNTK(partial, block_size=size)(jnp.ones((9, 3)))
 
 
 def over_numbers():

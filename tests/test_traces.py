@@ -29,8 +29,7 @@ from eqxbatch import (
     Mean,
     MemoryBudget,
 )
-from eqxbatch._kernels import batch_kernel
-from eqxbatch._ntk import estimator
+from eqxbatch._kernels import sides
 from .helpers import drawn, make_mesh
 
 
@@ -179,10 +178,9 @@ def test_programs_of_a_kernel_share_the_trace_of_its_model(place):
     ),
     ids=["function", "reduced", "model", "diagonal"],
 )
-def test_later_calls_of_a_kernel_make_no_sides(kernel, monkeypatch):
+def test_later_calls_of_a_kernel_split_no_batch(kernel, monkeypatch):
     expected = kernel(X, X + 1)
-    for part in (batch_kernel, estimator):
-        monkeypatch.setattr(part, "make_sides", None)
+    monkeypatch.setattr(sides, "split_batch", None)
     assert jnp.array_equal(kernel(X, X + 1), expected)
     with pytest.raises(TypeError, match="NoneType"):
         kernel(X[1:])

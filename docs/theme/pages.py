@@ -152,6 +152,8 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     if name in BOOSTS or name.startswith("api/"):
         page.meta.setdefault("search", {"boost": BOOSTS.get(name, 2)})
     markdown = linked(markdown, (DOCS / name).parent)
+    if name == "changelog.md":
+        return markdown.replace("](docs/", "](")
     if name == "examples/index.md":
         markdown = re.sub(r"\]\((\w+)\.py\)", r"](\1.md)", markdown)
         return markdown.replace("](../docs/", "](../")

@@ -23,7 +23,7 @@ def make_small(source: pathlib.Path, target: pathlib.Path) -> None:
     with PIL.Image.open(source) as opened:
         plot = opened.convert("RGB")
     plot.thumbnail((WIDTH, HEIGHT), PIL.Image.Resampling.LANCZOS)
-    plot.quantize(32).save(target, optimize=True)
+    plot.quantize(64).save(target, optimize=True)
 
 
 def main() -> None:

@@ -10,15 +10,16 @@ unknown primitive takes the slower way, and is never wrong.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array
 
-from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
+from .jaxpr_types import Atom, Aval, Eqn, Jaxpr, JaxprAndConsts, Var
 from .jaxprs import callee, inner_jaxprs, inner_programs, run_equations
 from .primitives import (
     IDENTITIES,
@@ -39,7 +40,7 @@ OTHER, ZERO, LINEAR = "other", "zero", "linear"
 
 def unique_inputs(eqn: Eqn) -> list[int]:
     """The distinct variables among the inputs of an equation."""
-    first: dict[Any, int] = {}
+    first: dict[Var, int] = {}
     for i, atom in enumerate(eqn.invars):
         if not isinstance(atom, jex.Literal):
             first.setdefault(atom, i)
@@ -51,24 +52,28 @@ class Along(NamedTuple):
 
     - `avals`: the types of all its distinct inputs.
     - `tangents`, `cotangents`: those of the inputs and outputs that matter.
-    - `at`: takes values of all inputs, and returns the function and its point.
+    - `function`: takes values of all inputs, and returns the function of those that
+        matter, given the others.
+    - `point`: takes values of all inputs, and returns those that matter.
     """
 
-    avals: list
-    tangents: list
-    cotangents: list
-    at: Callable[[list], tuple[Callable[..., list], list]]
+    avals: list[Aval]
+    tangents: list[Aval]
+    cotangents: list[Aval]
+    function: Callable[[list[Array]], Callable[..., list[Array]]]
+    point: Callable[[list[Array]], list[Array]]
 
-    def backward(self) -> Any:
+    def backward(self) -> JaxprAndConsts:
         """Its backward pass: a jaxpr of all inputs and of the cotangents."""
 
-        def pull(ins: list, cotangents: list) -> tuple:
-            run, point = self.at(ins)
-            return jax.vjp(run, *point)[1](cotangents)
+        def pull(ins: list[Array], cotangents: list[Array]) -> tuple:
+            return jax.vjp(self.function(ins), *self.point(ins))[1](cotangents)
 
         return jax.make_jaxpr(pull)(self.avals, self.cotangents)
 
-    def why_nonlinear(self, backward: Any, *, in_loops: bool = False) -> str | None:
+    def why_nonlinear(
+        self, backward: JaxprAndConsts, *, in_loops: bool = False
+    ) -> str | None:
         """Why its backward pass is not known to be linear; None if it is.
 
         `in_loops` is as for `kinds_of`.
@@ -92,18 +97,19 @@ def along_inputs(
     atoms, results = [eqn.invars[i] for i in unique], [eqn.outvars[i] for i in outs]
     numbers = [unique.index(i) for i in moved]
 
-    def at(ins: list) -> tuple[Callable[..., list], list]:
+    def function(ins: list[Array]) -> Callable[..., list[Array]]:
         values = dict(safe_zip(atoms, ins))
 
-        def run(*point: Any) -> list:
+        def run(*point: Array) -> list[Array]:
             changed = safe_zip((atoms[i] for i in numbers), point)
             return run_equations(jaxpr, [eqn], results, {**values, **dict(changed)})
 
-        return run, [ins[i] for i in numbers]
+        return run
 
     avals = [atom.aval for atom in atoms]
     cotangents = [var.aval for var in results]
-    return Along(avals, [avals[i] for i in numbers], cotangents, at)
+    point = lambda ins: [ins[i] for i in numbers]
+    return Along(avals, [avals[i] for i in numbers], cotangents, function, point)
 
 
 class CustomBackward(NamedTuple):
@@ -181,9 +187,10 @@ def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[b
     if not programs:
         return [any(marks)] * len(eqn.outvars)
     name, params = name_of(eqn), parameters(eqn)
+    # Loops: what one step carries may be batched by a later one.
     if name == "scan":
-        first, _ = scan_sizes(eqn)
-        return _of_loop(programs[0], marks, first, scan_sizes(eqn)[1], found)
+        sizes = scan_sizes(eqn)
+        return _of_loop(programs[0], marks, sizes.consts, sizes.carry, found)
     if name == "while":
         first = params["cond_nconsts"]
         condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
@@ -192,12 +199,14 @@ def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[b
         # With a batched condition, each example takes its own number of steps.
         is_batched = any(_batched(condition, [*marks[:first], *carried]))
         return [is_batched or marked for marked in carried]
+    # Branches: with a batched index, all of them run, and outputs are selected.
     if name == "cond" and not marks[0]:
         outs = [_batched(branch, marks[1:], found) for branch in programs]
         return [any(branches) for branches in safe_zip(*outs)]
     if name == "cond":
         for branch in programs:
             _batched(branch, [True for _ in branch.invars], found)
+    # Other programs: of unknown ones, only custom backward passes are looked for.
     elif len(programs) == 1 and len(programs[0].invars) == len(marks):
         outs = _batched(programs[0], marks, found)
         if len(outs) == len(eqn.outvars):
@@ -209,7 +218,7 @@ def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[b
 
 
 def _of_loop(
-    body: Any, marks: list[bool], first: int, num: int, found: list[bool] | None
+    body: Jaxpr, marks: list[bool], first: int, num: int, found: list[bool] | None
 ) -> list[bool]:
     """As `_batched_by`, for a body of `first` constants that carries `num` arrays."""
     marks = [*marks]
@@ -223,7 +232,7 @@ def _of_loop(
         marks[first : first + num] = carried
 
 
-def needed_equations(jaxpr: Jaxpr) -> list:
+def needed_equations(jaxpr: Jaxpr) -> list[Eqn]:
     """The equations that the outputs of a jaxpr depend on."""
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
     eqns = []
@@ -254,14 +263,16 @@ def kinds_of(
     for eqn in needed_equations(jaxpr):
         kinds = [kind_of(atom) for atom in eqn.invars]
         closed = callee(eqn)
+        # Programs within are judged by their own equations.
         if closed is not None:
             outs = kinds_of(closed.jaxpr, kinds, in_loops=in_loops)
         elif name_of(eqn) in IDENTITIES:
             outs = kinds
         elif in_loops and name_of(eqn) in _KINDS_WITHIN and LINEAR in kinds:
             outs = _KINDS_WITHIN[name_of(eqn)](eqn, kinds)
+        # What depends on a cotangent must be known to be linear in it.
         elif LINEAR in kinds:
-            if not _is_linear(eqn, kinds):
+            if not _is_linear_equation(eqn, kinds):
                 return f"`{name_of(eqn)}`, which is not known to be linear"
             outs = [LINEAR for _ in eqn.outvars]
         else:
@@ -326,7 +337,7 @@ def _is_zero(eqn: Eqn, kinds: Sequence[str]) -> bool:
     return name_of(eqn) in LINEAR_IN_ALL and {*kinds} == {ZERO}
 
 
-def _is_linear(eqn: Eqn, kinds: Sequence[str]) -> bool:
+def _is_linear_equation(eqn: Eqn, kinds: Sequence[str]) -> bool:
     """Whether an equation is linear in its linear inputs."""
     name = name_of(eqn)
     if not all(jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.outvars):
@@ -341,6 +352,7 @@ def _is_linear(eqn: Eqn, kinds: Sequence[str]) -> bool:
         return [*kinds].count(LINEAR) == 1
     if name == "div":
         return kinds[1] != LINEAR
+    # Inputs that are linear together: a constant among them would be added.
     if name in LINEAR_IN_ALL:
         together = range(len(kinds))
     elif name == "select_n":

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from .trees import described, shown
 
 
-def check_one_of(name: str, value: Any, options: Sequence[Any]) -> None:
+def check_one_of(name: str, value: object, options: Sequence[Any]) -> None:
     """Raises `ValueError` if a value is none of several."""
     if not any(type(x) is type(value) and x == value for x in options):
         raise ValueError(f"`{name}` must be one of {tuple(options)}; got {value!r}.")
@@ -35,7 +35,7 @@ def check_at_least(name: str, value: Any, least: int | float, remedy: str = "") 
         raise ValueError(message.rstrip())
 
 
-def check_callable(name: str, value: Any, what: str = "callable") -> None:
+def check_callable(name: str, value: object, what: str = "callable") -> None:
     """Raises `TypeError` if a value cannot be called."""
     if not callable(value):
         raise TypeError(f"`{name}` must be {what}; got {described(value)}.")
@@ -49,14 +49,14 @@ def check_exclusive(remedy: str, **settings: Any) -> None:
         raise ValueError(f"{listed} exclude each other. {remedy}")
 
 
-def check_equal(what: str, value: Any, expected: Any, remedy: str = "") -> None:
+def check_equal(what: str, value: object, expected: object, remedy: str = "") -> None:
     """Raises `ValueError` for shapes, structures or types that must agree."""
     if value != expected:
         message = f"{what} must be {expected}; got {value}. {remedy}"
         raise ValueError(message.rstrip())
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: object) -> bool:
     return x is None
 
 
@@ -132,14 +132,14 @@ def without_layers(trace: types.TracebackType | None) -> types.TracebackType | N
 NUMBERS = "Make an array of a list of numbers with `jax.numpy.asarray`."
 
 
-def has_numbers(x: Any) -> bool:
+def has_numbers(x: object) -> bool:
     """Whether `x` is a (possibly nested) list or tuple of numbers only."""
     leaves = jtu.tree_leaves(x)
     is_number = lambda leaf: isinstance(leaf, (int, float, complex))
     return isinstance(x, (list, tuple)) and bool(leaves) and all(map(is_number, leaves))
 
 
-def is_one_key(x: Any) -> bool:
+def is_one_key(x: object) -> bool:
     """Whether `x` looks like a single PRNG key, typed or not."""
     if not isinstance(x, jax.Array):
         return False
@@ -179,7 +179,10 @@ _NAMESAKES = {"vmap_axes": "in_axes", "implementation": "method"}
 
 
 def bound_arguments(
-    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """The arguments of a call, by the names of the parameters.
 
@@ -193,7 +196,10 @@ def bound_arguments(
 
 
 def _wrong_arguments(
-    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
 ) -> str | None:
     parameters = {
         key: parameter
@@ -201,6 +207,7 @@ def _wrong_arguments(
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     }
     names = [key for key in parameters if key != "self"]
+    # A misspelt name comes first, because it also makes another argument missing.
     for key in kwargs:
         if key not in parameters:
             return (
@@ -212,6 +219,7 @@ def _wrong_arguments(
         for key, parameter in parameters.items()
         if parameter.kind is not parameter.KEYWORD_ONLY
     ]
+    # A size by position is the most common of these mistakes.
     if len(args) > len(positional):
         extra = args[len(positional)]
         first = [f"`{key}`" for key in positional if key != "self"]
@@ -251,7 +259,7 @@ def hidden_module(x: Any) -> eqx.Module | None:
     return x if isinstance(x, eqx.Module) and has_arrays else None
 
 
-def no_arrays_remedy(x: Any) -> str:
+def no_arrays_remedy(x: object) -> str:
     """A remedy for an argument without arrays; empty if the mistake is not common."""
     module = hidden_module(x)
     if module is not None and module is not x:
@@ -279,7 +287,7 @@ def no_arrays_remedy(x: Any) -> str:
     return ""
 
 
-def unseen_arrays(x: Any) -> str:
+def unseen_arrays(x: object) -> str:
     """What and why an object is in which JAX sees no arrays, and the remedy.
 
     Empty for any other object.
@@ -316,7 +324,7 @@ def unhashable(static: Sequence[Any]) -> TypeError | None:
     return None
 
 
-def check_unjitted(fun: Any) -> None:
+def check_unjitted(fun: object) -> None:
     """Raises for `jax.jit(module)`, which JAX cannot call: it has no hash."""
     module = hidden_module(fun)
     if module is None or module is fun or not hasattr(fun, "lower"):
@@ -330,8 +338,8 @@ def check_unjitted(fun: Any) -> None:
 
 
 def called(
-    fun: Any,
-    args: tuple,
+    fun: Callable,
+    args: tuple[object, ...],
     kwargs: dict[str, Any],
     what: str = "`fun`",
     of: str | None = None,
@@ -368,7 +376,7 @@ def called(
         raise
 
 
-def _takes(fun: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _takes(fun: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> bool:
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except (TypeError, ValueError):

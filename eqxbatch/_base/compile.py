@@ -1,24 +1,23 @@
-"""Programs that are compiled once for equal arguments, and the options of compilers."""
+"""Programs that are compiled once for equal arguments, as by `equinox.filter_jit`."""
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, cast, Literal, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, cast, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .checks import unhashable, without_layers
 from .jaxpr_types import JaxprAndConsts
 from .jaxprs import equations_in
-from .platforms import for_platform, platform
+from .platforms import for_platform, Platform, platform
 from .recompiled import warn_of_new_functions, warn_of_new_numbers
-from .versions import is_compiler_option
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -38,65 +37,60 @@ def number_types(leaves: Sequence[Any]) -> str:
     return repr([x for x in leaves if type(x) in _NUMBERS])
 
 
-# XLA for CPUs assigns memory before LLVM optimises the code. Optimisation takes up to
-# half of the time and does not change the memory.
-_UNOPTIMISED = {"cpu": {"xla_backend_optimization_level": 0}}
-
-
-# XLA for CPUs gives a product and what follows it to YNNPACK, as
-# one fusion, whose memory it reports as 0: softmax of attention in 36 MB blocks is seen
-# to take 72 MB, and 73 MB are reported without such fusions. The value is a list of
-# kinds; this one is empty.
-_WITHOUT_LIBRARY = {"cpu": {"xla_cpu_experimental_ynn_fusion_type": ""}}
-
-
-def memory_options(
-    backend: str, *, optimised: bool = False, with_library: bool = False
-) -> dict[str, Any]:
-    """Compiler options with which XLA reports the memory that a program may take.
-
-    They are for programs that are compiled only to be measured.
-    """
-    options: dict[str, Any] = {} if optimised else {**_UNOPTIMISED.get(backend, {})}
-    if not with_library and has_library(backend):
-        options |= _WITHOUT_LIBRARY[backend]
-    return options
-
-
-def has_library(backend: str) -> bool:
-    """Whether the compiler gives products to a library, and can do without."""
-    options = _WITHOUT_LIBRARY.get(backend, {})
-    return any(is_compiler_option(*x) for x in options.items())
-
-
 def num_bytes(tree: PyTree) -> int:
     """The number of bytes of some arrays or structs."""
     return sum(x.size * x.dtype.itemsize for x in jtu.tree_leaves(tree))
+
+
+class _Frame(NamedTuple):
+    """A PyTree without its arrays, which are None among its leaves."""
+
+    treedef: Any
+    leaves: tuple[Hashable, ...]
 
 
 # Not a Module: Equinox would warn of the user's own functions of JAX in the PyTree.
 @jtu.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """A PyTree as its arrays, which programs take and return, and the rest of it."""
+    """A PyTree as its arrays, which programs take and return, and the rest of it.
+
+    There is no rest if a program is not to be run as it is, because it calls the host.
+    """
 
     arrays: list
-    rest: tuple = eqx.field(static=True)
+    frame: _Frame | None = eqx.field(static=True)
 
     @classmethod
     def of(cls, tree: PyTree) -> "_Split":
         leaves, treedef = jtu.tree_flatten(tree)
         arrays, static = eqx.partition(leaves, eqx.is_array)
-        return cls([x for x in arrays if x is not None], (treedef, (*static,)))
+        return cls([x for x in arrays if x is not None], _Frame(treedef, (*static,)))
 
     @property
     def tree(self) -> PyTree:
-        (treedef, static), arrays = self.rest, iter(self.arrays)
-        return treedef.unflatten([next(arrays) if x is None else x for x in static])
+        assert self.frame is not None
+        arrays = iter(self.arrays)
+        leaves = [next(arrays) if x is None else x for x in self.frame.leaves]
+        return self.frame.treedef.unflatten(leaves)
 
 
-class _CallsHostError(Exception):
-    """Has a program that calls functions on the host."""
+class _Fixed(NamedTuple):
+    """What a program depends on, other than its arrays.
+
+    - `frame`: the rest of the arguments.
+    - `numbers`: as of `number_types`.
+    - `platform`: that which the program is for.
+    """
+
+    frame: _Frame
+    numbers: str
+    platform: Platform
+
+
+# A set of one `_Fixed`: it is one leaf for JAX, which would go through a tuple in
+# each call.
+_Key = frozenset
 
 
 def calls_host(closed: JaxprAndConsts) -> bool:
@@ -121,47 +115,51 @@ def compiled(
     the host, whose errors belong to the call.
     """
     traces = 0
-    # Those that call functions on the host.
-    waiting: dict[frozenset, Callable] = {}
+    # The keys of programs that call functions on the host.
+    host_callers: set[_Key] = set()
 
-    def run(key: frozenset, *lists: list) -> _Split:
-        ((treedef, static, _, chosen),) = key
+    def called(key: _Key, *lists: list[Array]) -> _Split:
+        nonlocal traces
+        traces += 1
+        (content,) = key
+        first, rest = _Split([*itertools.chain(*lists)], content.frame).tree
+        with for_platform(content.platform):
+            return _Split.of(fun(first, *rest))
 
-        def called(*lists: list) -> _Split:
-            nonlocal traces
-            traces += 1
-            arrays = [*itertools.chain(*lists)]
-            of_first, of_rest = _Split(arrays, (treedef, static)).tree
-            with for_platform(chosen):
-                return _Split.of(fun(of_first, *of_rest))
+    def is_of_host(key: _Key, lists: Sequence[list[Array]]) -> bool:
+        # JAX traces the program once, wherever it runs.
+        return calls_host(program.trace(key, *lists).jaxpr)
 
-        called.__name__, called.__qualname__ = fun.__name__, fun.__qualname__
+    def run(key: _Key, *lists: list[Array]) -> _Split:
         if getattr(jax.config, "jax_disable_jit", False):
-            return called(*lists)
-        inner = jax.jit(called, inline=inline)
-        if calls_host(inner.trace(*lists).jaxpr):
-            raise _CallsHostError(inner)
-        return inner(*lists)
+            return called(key, *lists)
+        return _Split([], None) if is_of_host(key, lists) else program(key, *lists)
 
-    run.__name__, run.__qualname__ = fun.__name__, fun.__qualname__
+    for function in (called, run):
+        function.__name__, function.__qualname__ = fun.__name__, fun.__qualname__
+    program: Any = jax.jit(called, static_argnums=0, inline=inline)
     donated = () if donate == "none" else 2
     jitted = jax.jit(run, static_argnums=0, donate_argnums=donated, inline=inline)
     # It waits for the end of a program, and explains errors of `equinox.error_if`. Its
     # types lack the settings of `jax.jit`.
     jit: Any = eqx.filter_jit
-    waited = jit(lambda first, *rest: first[0](first[1], *rest), donate=donate)
+    waited = jit(lambda first, *rest: program(*first, *rest), donate=donate)
 
-    def computed(key: frozenset, lists: list[list]) -> _Split:
-        if key not in waiting:
-            try:
-                return jitted(key, *lists)
-            except _CallsHostError as e:
-                (waiting[key],) = e.args
-        return waited((waiting[key], lists[0]), *lists[1:])
+    def computed(key: _Key, lists: list[list[Array]]) -> _Split:
+        is_known = key in host_callers
+        # Another program would keep the equation of what is not run.
+        is_inside = any(isinstance(x, Tracer) for x in itertools.chain(*lists))
+        if not is_known and not (is_inside and is_of_host(key, lists)):
+            out = jitted(key, *lists)
+            if out.frame is not None:
+                return out
+            host_callers.add(key)
+        return waited((key, lists[0]), *lists[1:])
 
     @functools.wraps(fun)
-    def wrapper(first: Any, *rest: Any) -> Any:
+    def wrapper(first: PyTree, *rest: PyTree) -> PyTree:
         __tracebackhide__ = True
+        # Arrays are arguments of the program, and all else tells it from others.
         leaves, treedef = jtu.tree_flatten((first, rest))
         arrays, static = [], []
         for x in leaves:
@@ -169,8 +167,8 @@ def compiled(
             static.append(None if is_array else x)
             if is_array:
                 arrays.append(x)
-        # A set is one leaf for JAX, which would go through a tuple in each call.
-        content = treedef, (*static,), number_types(static), platform(arrays)
+        frame = _Frame(treedef, (*static,))
+        content = _Fixed(frame, number_types(static), platform(arrays))
         try:
             key, lists = frozenset([content]), [arrays]
         except TypeError as e:
@@ -186,6 +184,7 @@ def compiled(
         # JAX reads arrays of NumPy later, when their owner may have changed them.
         if waits or any(isinstance(x, np.ndarray) for x in arrays):
             jax.block_until_ready(out)
+        # A function that is made anew for each call is compiled in each call.
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
             others = fun, treedef, *map(jax.typeof, arrays)
             warn_of_new_functions(static, others)

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 
-from .jaxpr_types import Eqn, Jaxpr
+from .jaxpr_types import Eqn, Jaxpr, Params, Rule, Value
 from .jaxprs import as_remat, callee, evaluate_with, inner_programs, run_jaxpr
 from .mesh import where_it_is, zeros_like
 from .primitives import is_remat, parameters
@@ -45,10 +45,21 @@ def in_opaque_branch(
     return run_apart
 
 
-def after_loop(
-    always: Bool[Array, ""], results: PyTree, later: PyTree
-) -> tuple[Bool[Array, ""], PyTree, PyTree]:
-    """Condition, results of a loop and what comes later, so that it does come later.
+class AfterLoop(NamedTuple):
+    """What comes after a loop.
+
+    - `always`: a condition that is true.
+    - `results`: what the loop computed.
+    - `later`: what is computed after that.
+    """
+
+    always: Bool[Array, ""]
+    results: PyTree
+    later: PyTree
+
+
+def after_loop(always: Bool[Array, ""], results: PyTree, later: PyTree) -> AfterLoop:
+    """Orders what comes after a loop, so that it does come later.
 
     What does not depend on a loop may run before it, and then shares no memory with it.
     As a branch, it does in XLA for CPUs, which does not know that a count of steps is
@@ -59,7 +70,7 @@ def after_loop(
     always, results, later = lax.platform_dependent(
         *(always, results, later), cpu=lambda *trees: trees, default=in_order
     )
-    return always, results, eqx.combine(later, static)
+    return AfterLoop(always, results, eqx.combine(later, static))
 
 
 def in_turn(trees: PyTree) -> PyTree:
@@ -173,6 +184,7 @@ def with_mirror_image(
     at_once = lambda x: combine(x, exchanged(x))
     if x.shape[0] <= 2 * _PIECE:
         return at_once(x)
+    # Each piece above the diagonal is read together with its mirror image.
     zeros = [jnp.zeros((), jnp.int32) for _ in x.shape[2:]]
     starts = _starts(x.shape[0]).astype(jnp.int32)
     row, column = jnp.triu_indices(len(starts))
@@ -187,6 +199,7 @@ def with_mirror_image(
 
     def in_pieces(x: Array) -> Array:
         corners = jnp.stack([starts[row], starts[column]], axis=-1)
+        # What a loop carries must vary over the mesh axes that its results vary over.
         zero = vary(jnp.zeros_like(x), varying(jax.typeof(x)))
         return lax.scan(step, zero, corners)[0]
 
@@ -204,7 +217,9 @@ def _starts(num: int) -> Array:
 _FEW_CHANNELS = 16
 
 
-def evaluate_in_loop(jaxpr: Jaxpr, consts: list, args: list) -> list:
+def evaluate_in_loop(
+    jaxpr: Jaxpr, consts: Sequence[Value], args: Sequence[Value]
+) -> list:
     """Evaluates a jaxpr that is going to be the body of a loop, or a branch.
 
     XLA for CPUs converts convolutions to the layout of its fast kernels (batch,
@@ -218,9 +233,9 @@ def evaluate_in_loop(jaxpr: Jaxpr, consts: list, args: list) -> list:
     if jaxpr.effects or not _has_convolution(jaxpr):
         return run_jaxpr(jaxpr, consts, args)
 
-    def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
+    def replace(_: int, eqn: Eqn) -> Rule | None:
         if eqn.primitive.name == _CONVOLUTION and not _is_narrow(eqn):
-            return lambda ins: [_convolution(eqn, *ins)]
+            return lambda ins: [_fast_convolution(eqn, *ins)]
         closed = callee(eqn)
         if closed is None or not _has_convolution(closed.jaxpr):
             return None
@@ -255,7 +270,7 @@ def _has_convolution(jaxpr: Jaxpr) -> bool:
     )
 
 
-def _convolution(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
+def _fast_convolution(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     """The convolution of an equation, in the layout that is fast on its device."""
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
     last = functools.partial(_channels_last, eqn)
@@ -290,13 +305,13 @@ def _channels_last(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     return jnp.transpose(out, sorted(range(ndim), key=back.__getitem__))
 
 
-def _moved_last(spec: tuple[int, ...]) -> tuple[int, ...]:
+def _moved_last(spec: tuple[int, ...]) -> list[int]:
     batch, features, *dims = spec
-    return (batch, *dims, features)
+    return [batch, *dims, features]
 
 
 def patches(
-    lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]
+    lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: Params
 ) -> Array:
     """The patch of each output position: (batch, features, *kernel, *out).
 

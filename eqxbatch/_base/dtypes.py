@@ -9,10 +9,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real, Shaped
+from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
+from .jaxpr_types import DType, Value
 from .trees import safe_zip
 
 
@@ -21,7 +23,7 @@ def widened(x: Array) -> Array:
     return x.astype(accumulation_dtype("Sum", x.dtype, None, inexact=False))
 
 
-def widest(*dtypes: Any) -> Any:
+def widest(*dtypes: Any) -> np.dtype:
     """The real dtype with the most digits among these, and at least float32."""
     reals = [jnp.finfo(dtype).dtype for dtype in dtypes]
     return max((jnp.dtype(jnp.float32), *reals), key=lambda dtype: dtype.itemsize)
@@ -40,7 +42,7 @@ def common_dtype(*dtypes: Any) -> Any:
 
 
 def accumulation_dtype(
-    name: str, dtype: Any, requested: DTypeLike | None, *, inexact: bool
+    name: str, dtype: DType, requested: DTypeLike | None, *, inexact: bool
 ) -> Any:
     """The dtype in which results of `dtype` are accumulated.
 
@@ -54,6 +56,7 @@ def accumulation_dtype(
             f"{name} needs numbers, but `fun` returned {dtype}. Use Concat or Last for "
             "this output: `accumulator` takes a PyTree prefix of the output."
         )
+    # What JAX would do to a requested dtype without a word is an error.
     if requested is not None:
         requested = jnp.dtype(requested)
         if jax.dtypes.canonicalize_dtype(requested) != requested:
@@ -63,6 +66,7 @@ def accumulation_dtype(
             )
         check_fits(name, requested, dtype, "that `fun` returned")
         dtype = requested
+    # Sums of many narrow numbers lose digits.
     elif jnp.issubdtype(dtype, jnp.floating):
         dtype = widest(dtype)
     if inexact and not jnp.issubdtype(dtype, jnp.inexact):
@@ -73,7 +77,7 @@ def accumulation_dtype(
     return dtype
 
 
-def check_fits(name: str, requested: Any, dtype: Any, what: str) -> None:
+def check_fits(name: str, requested: DType, dtype: DType, what: str) -> None:
     """Raises `TypeError` if a requested dtype cannot hold numbers of `dtype`."""
     kinds = {
         "the imaginary part": (jnp.complexfloating, (jnp.complexfloating,)),
@@ -117,7 +121,7 @@ def exponent_of(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
     return bits.astype("int32") - (int(info.maxexp) - 1)
 
 
-def _two_to(exponent: Int[Array, "*s"], dtype: Any) -> Real[Array, "*s"]:
+def _two_to(exponent: Int[Array, "*s"], dtype: DType) -> Real[Array, "*s"]:
     """`2**exponent`, or the nearest power of two that is a number of the dtype."""
     info = jnp.finfo(dtype)
     most = int(info.maxexp) - 1
@@ -198,16 +202,23 @@ class Scale(NamedTuple):
 
 def into_range(square: Real[Array, "*s"]) -> Scale:
     """The scale of numbers that brings the sum of their squares into range."""
-    small, large = _factors_into_range(square.dtype)
-    factor = jnp.where(square < 1, small, large)
+    up, down = _factors_into_range(square.dtype)
+    factor = jnp.where(square < 1, up, down)
     factor = jnp.where(is_in_range(square), 1, factor).astype(square.dtype)
     return Scale(factor, -exponent_of(factor))
 
 
-def _factors_into_range(dtype: Any) -> tuple[float, float]:
+class _FactorsIntoRange(NamedTuple):
+    """What squares that are too small, or too large, are multiplied by."""
+
+    up: float
+    down: float
+
+
+def _factors_into_range(dtype: DType) -> _FactorsIntoRange:
     most = int(jnp.finfo(dtype).maxexp)
     # Compilers may square the first one separately, so this must not overflow.
-    return 2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8)
+    return _FactorsIntoRange(2.0 ** (most // 2 - 1), 2.0 ** -(5 * most // 8))
 
 
 def scaled_squares(x: Inexact[Array, "n ..."], scale: Scale) -> Squares:
@@ -282,17 +293,6 @@ def _half_exponent(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
     return exponent_of(x) >> 1
 
 
-def _normalised(weights: Shaped[Array, " n"]) -> tuple[Array, Array]:
-    """Weights scaled to at most one, and their divisor.
-
-    With these, weights cannot cause overflow of cotangents in a backward pass.
-    """
-    dtype = weights.dtype if is_inexact(weights) else jnp.result_type(float)
-    wide = weights.astype(widest(dtype))
-    scale = 2 * power_of_two(jnp.max(jnp.abs(wide), initial=0))
-    return wide / scale, scale
-
-
 _MOST_GROUPS = 8
 
 
@@ -308,7 +308,7 @@ def size_groups(sizes: list[int], least: int) -> list[list[int]]:
     return groups
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Value) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -328,7 +328,11 @@ def weighted_totals(
     """
     scale = None
     if weights is not None:
-        weights, scale = _normalised(weights)
+        # Weights of at most one cannot cause overflow of cotangents in a backward pass.
+        dtype = weights.dtype if is_inexact(weights) else jnp.result_type(float)
+        weights = weights.astype(widest(dtype))
+        scale = 2 * power_of_two(jnp.max(jnp.abs(weights), initial=0))
+        weights = weights / scale
     totals = [widened(x) for x in sums(weights, 1.0)]
     if is_narrow and num > 1:
         wide, most = totals, 2.0 ** (num - 1).bit_length()
@@ -350,7 +354,7 @@ class _RealAndImaginary(eqx.Module):
     imag: Array
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(x: Value) -> bool:
     """Whether an array or struct has a complex dtype."""
     return jnp.issubdtype(x.dtype, jnp.complexfloating)
 

@@ -5,8 +5,8 @@ They are evaluated as they are, or with some equations replaced.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -16,9 +16,10 @@ import jaxlib
 import numpy as np
 from jax import lax
 from jax.sharding import use_abstract_mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts
+from .jaxpr_types import Atom, Eqn, Jaxpr, JaxprAndConsts, Params, Rule, Value, Var
 from .primitives import (
     CALLS,
     EXPANDED,
@@ -33,7 +34,7 @@ from .trees import safe_zip
 from .versions import Closed, scan_sizes, with_consts
 
 
-def callee(eqn: Eqn) -> Any:
+def callee(eqn: Eqn) -> JaxprAndConsts | None:
     """The closed jaxpr in place of which an equation stands; None for others.
 
     The derivative of the equation is that of the jaxpr. So functions with custom
@@ -45,8 +46,6 @@ def callee(eqn: Eqn) -> Any:
     elif name in CALLS or name in REMAT:
         closed = _as_closed(params["jaxpr" if "jaxpr" in params else "call_jaxpr"])
     else:
-        return None
-    if closed is None:
         return None
     # Some types of JAX have neither.
     types = lambda atoms: [
@@ -60,7 +59,7 @@ def callee(eqn: Eqn) -> Any:
     return closed if fits and bool(jaxpr.effects) <= bool(eqn.effects) else None
 
 
-def _expanded(eqn: Eqn) -> Any:
+def _expanded(eqn: Eqn) -> JaxprAndConsts:
     """The program that an equation stands for."""
     known = _PROGRAMS.get(name_of(eqn), _of_object)
     run = lambda *ins: known(eqn.params, ins)
@@ -73,12 +72,12 @@ def _expanded(eqn: Eqn) -> Any:
         return jax.make_jaxpr(run)(*avals)
 
 
-def _of_object(params: dict[str, Any], ins: Sequence[Any]) -> list:
+def _of_object(params: Params, ins: Sequence[Value]) -> list:
     kind = params["_prim"]
     return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
 
 
-def _polynomial(_: dict[str, Any], ins: Sequence[Any]) -> list:
+def _polynomial(_: Params, ins: Sequence[Value]) -> list:
     """Horner's rule, from the coefficients of all powers, the lowest one first."""
     x, *coefficients, total = ins
     for coefficient in reversed(coefficients):
@@ -86,7 +85,7 @@ def _polynomial(_: dict[str, Any], ins: Sequence[Any]) -> list:
     return [total]
 
 
-def _unstack(params: dict[str, Any], ins: Sequence[Any]) -> list:
+def _unstack(params: Params, ins: Sequence[Value]) -> list:
     (x,), axis = ins, params["axis"]
     return [lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])]
 
@@ -131,7 +130,7 @@ def as_called(eqn: Eqn, run: Callable[..., Any]) -> Callable[..., Any]:
     """
     name, params = name_of(eqn), eqn.params
     if name == "program_order":
-        return _in_order(run, params)
+        return _in_program_order(run, params)
     if name == "xla_metadata_call":
         # JAX has neither of the two modules before version 0.12.
         from jax.experimental.xla_metadata import xla_metadata_call2
@@ -143,13 +142,14 @@ def as_called(eqn: Eqn, run: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _in_order(run: Callable[..., Any], params: dict[str, Any]) -> Callable[..., Any]:
+def _in_program_order(run: Callable[..., Any], params: Params) -> Callable[..., Any]:
     """`run` with its equations in the order of the program."""
     from jax.experimental.overlap import program_order
 
     waits = [not is_excluded for is_excluded in params["exclude_mask"]]
 
-    def of_groups(waiting: list, others: list, more: Any) -> Any:
+    # JAX excludes arguments by name, so that those that do not wait become one.
+    def of_groups(waiting: list[Value], others: list[Value], more: object) -> Any:
         groups = {True: iter(waiting), False: iter(others)}
         return run(*(next(groups[is_one]) for is_one in waits), more)
 
@@ -204,7 +204,7 @@ def equations_in(closed: JaxprAndConsts) -> list[Eqn]:
     return [eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns]
 
 
-def constants(closed: JaxprAndConsts) -> Iterator[Any]:
+def constants(closed: JaxprAndConsts) -> Iterator[Value]:
     """All arrays that are part of a closed jaxpr."""
     for part in programs_in(closed):
         yield from part.consts
@@ -236,7 +236,7 @@ def depends(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     return [not isinstance(x, jex.Literal) and x in dependent for x in jaxpr.outvars]
 
 
-def dependent_equations(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Iterator[Any]:
+def dependent_equations(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Iterator[Eqn]:
     """The equations of a jaxpr that depend on marked inputs, as in `depends`."""
     dependent = _marked(jaxpr.invars, inputs)
     is_dependent = lambda x: not isinstance(x, jex.Literal) and x in dependent
@@ -246,16 +246,16 @@ def dependent_equations(jaxpr: Jaxpr, inputs: Sequence[bool]) -> Iterator[Any]:
             yield eqn
 
 
-def run_jaxpr(jaxpr: Jaxpr, consts: list, args: list) -> list:
+def run_jaxpr(jaxpr: Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list:
     """Evaluates a jaxpr unchanged."""
     return jex.jaxpr_as_fun(with_consts(jaxpr, consts))(*args)
 
 
 def evaluate_with(
     jaxpr: Jaxpr,
-    consts: list,
-    args: list,
-    replace: Callable[[int, Any], Callable[[list], list] | None],
+    consts: Sequence[object],
+    args: Sequence[object],
+    replace: Callable[[int, Eqn], Rule | None],
 ) -> list:
     """Evaluates a jaxpr with some equations replaced.
 
@@ -268,10 +268,11 @@ def evaluate_with(
     values = dict(safe_zip(jaxpr.constvars, consts))
     values.update(safe_zip(jaxpr.invars, args))
 
-    def read(var: Any) -> Any:
-        return literal(var) if isinstance(var, jex.Literal) else values[var]
+    def read(atom: Atom) -> Any:
+        return literal(atom) if isinstance(atom, jex.Literal) else values[atom]
 
-    pending: list = []
+    # Equations that are kept run together, so that JAX sees them as one program.
+    pending: list[Eqn] = []
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     used = {atom for atom in atoms if not isinstance(atom, jex.Literal)}
 
@@ -282,6 +283,7 @@ def evaluate_with(
             values.update(safe_zip(outs, results))
             pending.clear()
 
+    # A replaced equation needs the results of all before it.
     for index, eqn in enumerate(jaxpr.eqns):
         run = replace(index, eqn)
         if run is None:
@@ -294,20 +296,22 @@ def evaluate_with(
     return [read(var) for var in jaxpr.outvars]
 
 
-def run_equations(jaxpr: Jaxpr, eqns: list, outs: list, values: dict) -> list:
+def run_equations(
+    jaxpr: Jaxpr, eqns: Sequence[Eqn], outs: Sequence[Var], values: Mapping[Var, object]
+) -> list:
     """The values of `outs` after some consecutive equations of a jaxpr."""
-    made: set = set()
-    ins: dict = {}
+    made: set[Var] = set()
+    ins: dict[Var, None] = {}
     for eqn in eqns:
         for var in eqn.invars:
             if not isinstance(var, jex.Literal) and var not in made:
                 ins[var] = None
         made.update(eqn.outvars)
-    part = jaxpr.replace(constvars=[], invars=list(ins), outvars=outs, eqns=list(eqns))
+    part = jaxpr.replace(constvars=[], invars=list(ins), outvars=[*outs], eqns=[*eqns])
     return run_jaxpr(part, [], [values[v] for v in ins])
 
 
-def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: list) -> Callable[..., list]:
+def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: Sequence[Var]) -> Callable[..., list]:
     """An equation as a function of its inputs that returns `outs`.
 
     It runs as JAX itself would run it, with all custom derivatives.
@@ -341,7 +345,7 @@ def source_line(eqn: Eqn) -> str:
     return ""
 
 
-def first_use(jaxpr: Jaxpr, var: Any) -> tuple[int, ...]:
+def first_use(jaxpr: Jaxpr, var: Var) -> list[int]:
     """The position of a variable's first use, comparable within one jaxpr."""
     for index, eqn in enumerate(jaxpr.eqns):
         positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
@@ -349,13 +353,13 @@ def first_use(jaxpr: Jaxpr, var: Any) -> tuple[int, ...]:
             continue
         closed = callee(eqn)
         if closed is None:
-            return (index,)
+            return [index]
         inner = closed.jaxpr
-        return (index, *min(first_use(inner, inner.invars[i]) for i in positions))
-    return (len(jaxpr.eqns),)
+        return [index, *min(first_use(inner, inner.invars[i]) for i in positions)]
+    return [len(jaxpr.eqns)]
 
 
-def uses_dtype(jaxpr: Jaxpr, dtype: Any) -> bool:
+def uses_dtype(jaxpr: Jaxpr, dtype: DTypeLike) -> bool:
     """Whether a jaxpr uses a dtype."""
     atoms = [*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars]
     atoms += [var for eqn in jaxpr.eqns for var in eqn.outvars]
@@ -375,7 +379,7 @@ def live_variables(jaxpr: Jaxpr, outs: Sequence[bool]) -> set:
     return live
 
 
-def _marked(atoms: list, marks: Sequence[bool]) -> set:
+def _marked(atoms: Sequence[Atom], marks: Sequence[bool]) -> set:
     """The marked variables; literals are none."""
     pairs = safe_zip(atoms, marks)
     return {x for x, is_one in pairs if is_one and not isinstance(x, jex.Literal)}
@@ -389,7 +393,7 @@ def _live_inputs(eqn: Eqn, outs: list[bool]) -> list[bool]:
         live = live_variables(closed.jaxpr, outs)
         return [var in live for var in closed.jaxpr.invars]
     if name == "scan":
-        return live_in_scan(eqn, outs)[1]
+        return live_in_scan(eqn, outs).inputs
     if name == "cond":
         jaxprs = [closed.jaxpr for closed in eqn.params["branches"]]
         marked = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
@@ -400,7 +404,14 @@ def _live_inputs(eqn: Eqn, outs: list[bool]) -> list[bool]:
     return [jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars]
 
 
-def live_in_scan(eqn: Eqn, outs: list[bool]) -> tuple[list[bool], list[bool]]:
+class LiveInScan(NamedTuple):
+    """Which outputs and inputs of the body of a scan are differentiated."""
+
+    outs: list[bool]
+    inputs: list[bool]
+
+
+def live_in_scan(eqn: Eqn, outs: list[bool]) -> LiveInScan:
     """Which outputs and inputs of the body of a scan are differentiated."""
     jaxpr, (first, num) = eqn.params["jaxpr"].jaxpr, scan_sizes(eqn)
     outs = [*outs]
@@ -410,5 +421,5 @@ def live_in_scan(eqn: Eqn, outs: list[bool]) -> tuple[list[bool], list[bool]]:
         # The carry of one step is the input of the next.
         carried = [a or b for a, b in zip(outs[:num], inputs[first:], strict=False)]
         if carried == outs[:num]:
-            return outs, inputs
+            return LiveInScan(outs, inputs)
         outs[:num] = carried

@@ -10,9 +10,10 @@ import lineax
 from jaxtyping import Array, Inexact
 
 from .dtypes import is_complex
+from .tables import AbstractTabular, shape_text, Table
 
 
-class AbstractTaggedOperator(lineax.AbstractLinearOperator):
+class AbstractTaggedOperator(AbstractTabular, lineax.AbstractLinearOperator):
     """A linear operator with tags that say what is known about its matrix."""
 
     tags: eqx.AbstractVar[frozenset]
@@ -20,6 +21,19 @@ class AbstractTaggedOperator(lineax.AbstractLinearOperator):
     @abc.abstractmethod
     def diagonal(self) -> Inexact[Array, " n"]:
         """The diagonal of the matrix."""
+
+    @property
+    def table(self) -> Table:
+        inputs = self.in_structure()
+        size = f"{self.out_size()} x {self.in_size()}"
+        rows = [(f"{type(self).__name__}, {size}", "shape", "dtype")]
+        rows += [
+            (jtu.keystr(path) or "vector", shape_text(x.shape), str(x.dtype))
+            for path, x in jtu.tree_leaves_with_path(inputs)
+        ]
+        tags = sorted(str(tag).removesuffix("_tag") for tag in self.tags)
+        notes = [f"tags: {', '.join(tags)}"] if tags else []
+        return Table(rows, num_texts=3, notes=notes)
 
 
 _Operator = AbstractTaggedOperator
@@ -37,7 +51,7 @@ def _linearise(operator: _Operator) -> _Operator:
 
 
 @lineax.diagonal.register(_Operator)
-def _diagonal(operator: _Operator) -> Array:
+def _diagonal_of(operator: _Operator) -> Array:
     return operator.diagonal()
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from .jaxpr_types import Eqn, JaxprAndConsts
+from .jaxpr_types import Aval, Eqn, JaxprAndConsts, Value
 from .jaxprs import constants, dependent_equations, equations_in, inner_programs
 from .primitives import name_of, parameters
 from .structs import vary
@@ -33,7 +33,7 @@ from .trees import safe_zip
 from .versions import partitions, varying
 
 
-def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
+def mesh_axes(x: object) -> dict[str, tuple[int, AxisType]]:
     """Size and type of the axes of the mesh of an array or struct."""
     mesh = getattr(getattr(x, "sharding", None), "mesh", None)
     if mesh is None or mesh.empty:
@@ -44,16 +44,16 @@ def mesh_axes(x: Any) -> dict[str, tuple[int, AxisType]]:
     }
 
 
-def is_on_mesh(x: Any) -> bool:
+def is_on_mesh(x: Value) -> bool:
     return bool(mesh_axes(jax.typeof(x)))
 
 
-def is_explicit(x: Any) -> bool:
+def is_explicit(x: Value) -> bool:
     """Whether an array is on a mesh with `jax.sharding.AxisType.Explicit` axes."""
     return has_explicit_axes(jax.typeof(x))
 
 
-def has_explicit_axes(struct: Any) -> bool:
+def has_explicit_axes(struct: object) -> bool:
     return AxisType.Explicit in [kind for _, kind in mesh_axes(struct).values()]
 
 
@@ -108,7 +108,7 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     return devices if total % devices == 0 else needed
 
 
-def with_type_of(struct: Any, x: Array) -> Array:
+def with_type_of(struct: Aval, x: Array) -> Array:
     """`x`, with the sharding of `struct`, and varying over the same mesh axes."""
     if has_explicit_axes(struct):
         x = jax.sharding.reshard(x, struct.sharding)
@@ -127,7 +127,7 @@ def sum_except(x: Array, names: frozenset) -> Array:
     return lax.psum(x, tuple(missing)) if missing else x
 
 
-def zeros_like(struct: Any) -> Array:
+def zeros_like(struct: Aval) -> Array:
     """Zeros of the type of `struct`."""
     return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))
 
@@ -196,7 +196,7 @@ def outside_of_mesh() -> contextlib.AbstractContextManager:
     return use_abstract_mesh(AbstractMesh((), ()))
 
 
-def on_devices(mesh: AbstractMesh) -> Mesh:
+def mesh_of_devices(mesh: AbstractMesh) -> Mesh:
     """A mesh of the same shape, outside of any `jax.shard_map`.
 
     It is only used for compilation, so the order of devices does not matter.
@@ -212,15 +212,17 @@ def on_devices(mesh: AbstractMesh) -> Mesh:
     return Mesh(array, mesh.axis_names, axis_types=tuple(kinds))
 
 
-def on_all_devices(
-    program: Callable[..., list], args: list[Array]
-) -> tuple[Callable[..., list], list[jax.ShapeDtypeStruct]]:
-    """Compiles `program` for the devices of the enclosing `jax.shard_map`.
+class DeviceProgram(NamedTuple):
+    """A function that runs a program on each device, and the types of its arguments."""
 
-    Returns a function that applies it on each device, and the types of its arguments.
-    """
+    run: Callable[..., list[Array]]
+    structs: list[jax.ShapeDtypeStruct]
+
+
+def on_all_devices(program: Callable[..., list], args: list[Array]) -> DeviceProgram:
+    """`program` for the devices of the enclosing `jax.shard_map`, to be compiled."""
     inner = get_abstract_mesh()
-    mesh = on_devices(inner)
+    mesh = mesh_of_devices(inner)
     order = [name for name in inner.axis_names if name in manual_axes()]
     # Arrays that vary over the devices get a new first axis.
     spread = lambda x: tuple(name for name in order if name in varying(jax.typeof(x)))
@@ -241,7 +243,7 @@ def on_all_devices(
     mapped = jax.shard_map(
         run, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names={*order}
     )
-    return mapped, structs
+    return DeviceProgram(mapped, structs)
 
 
 def whole_rows(x: Array, axis: int) -> Array:
@@ -303,7 +305,7 @@ def on_one_mesh(tree: PyTree) -> PyTree:
     JAX can multiply an array on no mesh by one on a mesh, but cannot differentiate this
     with respect to the former. Arrays that are reduced over axes become replicated.
     """
-    return _moved(tree, lambda x: not is_on_mesh(x))
+    return _moved_to(tree, lambda x: not is_on_mesh(x))
 
 
 def gathered(tree: PyTree, mesh: Mesh | None = None) -> PyTree:
@@ -312,7 +314,7 @@ def gathered(tree: PyTree, mesh: Mesh | None = None) -> PyTree:
     They are moved to another `mesh` if one is given, unless they are traced.
     """
     is_elsewhere = lambda x: not is_on_mesh(x) or any(spec_of(x))
-    return _moved(tree, lambda x: mesh is not None or is_elsewhere(x), mesh)
+    return _moved_to(tree, lambda x: mesh is not None or is_elsewhere(x), mesh)
 
 
 def put_on(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -345,7 +347,7 @@ def check_reduced(tree: PyTree, name: str = "") -> None:
             )
 
 
-def _moved(
+def _moved_to(
     tree: PyTree, is_moved: Callable[[Array], bool], to: Mesh | None = None
 ) -> PyTree:
     mesh = explicit_mesh(tree)
@@ -357,7 +359,7 @@ def _moved(
     # The mesh of a concrete array has devices.
     meshes = [] if is_traced else [x.sharding.mesh for x in arrays if is_explicit(x)]
 
-    def put(x: Any) -> Any:
+    def put(x: Value) -> Any:
         if not eqx.is_array(x):
             return x
         if is_moved(x):
@@ -384,7 +386,7 @@ def within_mesh(tree: PyTree) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if mesh is None else use_abstract_mesh(mesh)
 
 
-def mesh_of_results(closed: JaxprAndConsts, arrays: list) -> Mesh | None:
+def mesh_of_results(closed: JaxprAndConsts, arrays: Sequence[Value]) -> Mesh | None:
     """The mesh with explicit axes on which a program has its results, if there is one.
 
     `arrays` are those that the program closes over. They know the devices of the mesh,
@@ -397,26 +399,28 @@ def mesh_of_results(closed: JaxprAndConsts, arrays: list) -> Mesh | None:
     for sharding in [*shardings, *_shardings(closed)]:
         if isinstance(sharding.mesh, Mesh) and sharding.mesh.abstract_mesh == meshes[0]:
             return sharding.mesh
-    return on_devices(meshes[0])
+    return mesh_of_devices(meshes[0])
 
 
-def structs_on_devices(arrays: list) -> list[jax.ShapeDtypeStruct]:
+def structs_on_devices(arrays: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
     """The types of arrays (including NumPy arrays), to compile a program for them.
 
     For arrays on a mesh with explicit axes, the mesh has devices; others have no mesh.
     """
 
-    def struct(x: Any) -> jax.ShapeDtypeStruct:
+    def struct(x: Value) -> jax.ShapeDtypeStruct:
         mesh = explicit_mesh(x)
         if mesh is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        sharding = NamedSharding(on_devices(mesh), jax.typeof(x).sharding.spec)
+        sharding = NamedSharding(mesh_of_devices(mesh), jax.typeof(x).sharding.spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return [*map(struct, arrays)]
 
 
-def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
+def needs_explicit_axes(
+    fun: Callable[..., PyTree], operands: tuple[PyTree, ...]
+) -> bool:
     """Whether `fun(*operands)` only works with explicit mesh axes.
 
     This is so if it names these axes itself, as with `reshard` and `out_sharding`, or
@@ -428,7 +432,7 @@ def needs_explicit_axes(fun: Callable[..., PyTree], operands: tuple) -> bool:
         return False
     whole = NamedSharding(mesh, PartitionSpec())
 
-    def struct(x: Any) -> Any:
+    def struct(x: Value) -> Any:
         if explicit_mesh(x) is None:
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
@@ -460,7 +464,9 @@ def _shardings(closed: JaxprAndConsts) -> Iterator[NamedSharding]:
 
 
 def with_auto_axes(
-    fun: Callable[..., PyTree], operands: tuple, specs: Callable[[PyTree], PyTree]
+    fun: Callable[..., PyTree],
+    operands: tuple[PyTree, ...],
+    specs: Callable[[PyTree], PyTree],
 ) -> PyTree:
     """`fun(*operands)`, where the compiler decides how arrays are sharded.
 
@@ -514,8 +520,8 @@ def in_this_mesh(fun: Callable[..., Array]) -> Callable[..., Array]:
 
 def auto_sharded(
     fun: Callable[..., PyTree],
-    operands: tuple,
-    like: tuple,
+    operands: tuple[PyTree, ...],
+    like: tuple[PyTree, ...],
     specs: Callable[[PyTree], PyTree],
 ) -> Callable[..., PyTree]:
     """Applies `fun` to its first arguments, with automatic axes if possible.
@@ -529,7 +535,7 @@ def auto_sharded(
     return lambda *args: with_auto_axes(fun, (*operands, *args), specs)
 
 
-def _as_written(fun: Callable[..., PyTree], operands: tuple) -> PyTree:
+def _as_written(fun: Callable[..., PyTree], operands: tuple[PyTree, ...]) -> PyTree:
     """`fun(*operands)`, with a note if JAX cannot differentiate a sum over devices."""
     try:
         return fun(*operands)

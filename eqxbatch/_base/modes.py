@@ -6,7 +6,7 @@ or an ODE solver, has products with its Jacobian or with the transpose of it, no
 
 import re
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -77,33 +77,43 @@ def derivative_of(
 def derivative_of_program(name: str, program: TracedFunction) -> Derivative:
     """How JAX can differentiate a program of one example in its leaves."""
 
-    def ask(rows: list) -> Derivative:
+    def ask(rows: list[Array]) -> Derivative:
         one = lambda leaves: program.one(leaves, rows)
         return derivative_of(name, one, program.leaves)
 
     return program.at_example(ask)
 
 
+class Pushforward(NamedTuple):
+    """The values of a function at a point, and its forward-mode derivative there."""
+
+    outs: list[Array]
+    push: Callable[[list[Array]], list[Array]]
+
+
 def pushforward(
-    fun: Callable[[list], list], point: list, derivative: Derivative
-) -> tuple[list, Callable[[list], list]]:
+    fun: Callable[[list], list], point: list[Array], derivative: Derivative
+) -> Pushforward:
     """The values of a function, and its forward-mode derivative."""
     if derivative != "transposed":
-        return jax.linearize(fun, point)
+        return Pushforward(*jax.linearize(fun, point))
     outs, pull = jax.vjp(fun, point)
     transpose = jax.linear_transpose(lambda outs: pull(outs)[0], outs)
-    return outs, lambda seeds: transpose(seeds)[0]
+    return Pushforward(outs, lambda seeds: transpose(seeds)[0])
 
 
 def pushed(
-    fun: Callable[[list], list], point: list, tangents: list, derivative: Derivative
+    fun: Callable[[list], list],
+    point: list[Array],
+    tangents: list[Array],
+    derivative: Derivative,
 ) -> list:
     """The product of the Jacobian with one vector.
 
     It needs no linear function that can be run again.
     """
     if derivative == "transposed":
-        return pushforward(fun, point, derivative)[1](tangents)
+        return pushforward(fun, point, derivative).push(tangents)
     return jax.jvp(fun, (point,), (tangents,))[1]
 
 

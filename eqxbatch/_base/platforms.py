@@ -157,18 +157,20 @@ def products_of(*programs: Any) -> contextlib.AbstractContextManager:
     if len(named) == 1:
         (one,) = named
         is_preset = isinstance(one, lax.DotAlgorithmPreset)
-        name = one.name if is_preset else _name(one)
+        name = one.name if is_preset else _precision_name(one)
     else:
-        name = max(map(_name, named), key=_NAMES.index)
+        name = max(map(_precision_name, named), key=_NAMES.index)
     return _with_precision(name)
 
 
 _NAMES = [x.name.lower() for x in _PRECISIONS]
 
 
-def _name(precision: Any) -> str:
+def _precision_name(precision: object) -> str:
     """The name of a precision; "highest" for what has no order among them."""
-    return precision.name.lower() if precision in _PRECISIONS else "highest"
+    if not isinstance(precision, lax.Precision):
+        return "highest"
+    return _NAMES[_PRECISIONS.index(precision)]
 
 
 def _precisions(closed: JaxprAndConsts) -> Iterator[Any]:

@@ -8,6 +8,7 @@ a masked product, as which JAX runs it on CPUs, too.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Integer, Num
 
-from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts
+from .jaxpr_types import DType, Eqn, Jaxpr, JaxprAndConsts, Params, Value
 from .trees import safe_zip
 from .versions import Closed, with_consts
 
@@ -35,7 +36,7 @@ class RaggedAxes(NamedTuple):
     groups: int
 
 
-def groups_of_rows(sizes: Any, num: int) -> Integer[Array, " _"]:
+def groups_of_rows(sizes: Value, num: int) -> Integer[Array, " _"]:
     """The group of each of some rows; the number of groups for those in none.
 
     The dtype of `sizes` may be too small for the number of rows. They may be a constant
@@ -60,8 +61,8 @@ def product_with_groups(
     which: Integer[Array, " rows"],
     *,
     axes: RaggedAxes,
-    precision: Any,
-    preferred_element_type: Any,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DType | None,
 ) -> Num[Array, "..."]:
     """The product of each row with the matrix of its group, and zero without one."""
     others = [axis for axis in range(lhs.ndim) if axis != axes.rows]
@@ -83,7 +84,7 @@ def _after(axes: list[int]) -> list[int]:
     return [axis + 1 for axis in axes]
 
 
-def _run(lhs: Any, rhs: Any, sizes: Any, **params: Any) -> Array:
+def _ragged_dot(lhs: Value, rhs: Value, sizes: Value, **params: Any) -> Array:
     which = groups_of_rows(sizes, lhs.shape[params["axes"].rows])
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     return product_with_groups(lhs, rhs, which, **params)
@@ -94,11 +95,13 @@ RAGGED_DOT = jex.Primitive("ragged_dot")
 
 
 def _type_of(*avals: Any, **params: Any) -> Any:
-    (aval,) = jax.make_jaxpr(functools.partial(_run, **params))(*avals).out_avals
+    (aval,) = jax.make_jaxpr(functools.partial(_ragged_dot, **params))(*avals).out_avals
     return aval
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp(
+    primals: Sequence[Value], tangents: Sequence[Value | ad.Zero], **params: Any
+) -> Any:
     # Integers have no tangents.
     moved = [i for i in (0, 1) if not isinstance(tangents[i], ad.Zero)]
 
@@ -106,24 +109,26 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
         ins = [*primals]
         for i, x in safe_zip(moved, values):
             ins[i] = x
-        return _run(*ins, **params)
+        return _ragged_dot(*ins, **params)
 
     of = lambda arrays: tuple(arrays[i] for i in moved)
     return jax.jvp(run, of(primals), of(tangents))
 
 
-def _mapped(args: Any, in_axes: Any, **params: Any) -> Any:
-    return jax.vmap(functools.partial(_run, **params), in_axes)(*args), 0
+def _vmapped(
+    args: Sequence[Value], in_axes: Sequence[int | None], **params: Any
+) -> Any:
+    return jax.vmap(functools.partial(_ragged_dot, **params), in_axes)(*args), 0
 
 
-RAGGED_DOT.def_impl(_run)
+RAGGED_DOT.def_impl(_ragged_dot)
 RAGGED_DOT.def_abstract_eval(_type_of)
 ad.primitive_jvps[RAGGED_DOT] = _jvp
-batching.primitive_batchers[RAGGED_DOT] = _mapped
-mlir.register_lowering(RAGGED_DOT, mlir.lower_fun(_run, multiple_results=False))
+batching.primitive_batchers[RAGGED_DOT] = _vmapped
+mlir.register_lowering(RAGGED_DOT, mlir.lower_fun(_ragged_dot, multiple_results=False))
 
 
-def with_mapped_products(closed: JaxprAndConsts) -> Any:
+def with_mapped_products(closed: JaxprAndConsts) -> JaxprAndConsts:
     """A closed jaxpr in which `jax.vmap` maps ragged products.
 
     Those are left as they are that have axes of a batch, or groups along an axis that
@@ -134,7 +139,7 @@ def with_mapped_products(closed: JaxprAndConsts) -> Any:
     return closed if is_same else with_consts(jaxpr, closed.consts)
 
 
-def _replaced(jaxpr: Jaxpr) -> Any:
+def _replaced(jaxpr: Jaxpr) -> Jaxpr:
     """A jaxpr with these products in place of JAX's, also in all that it calls."""
     eqns = [*map(_equation, jaxpr.eqns)]
     if all(new is old for new, old in safe_zip(eqns, jaxpr.eqns)):
@@ -142,7 +147,7 @@ def _replaced(jaxpr: Jaxpr) -> Any:
     return jaxpr.replace(eqns=eqns)
 
 
-def _equation(eqn: Eqn) -> Any:
+def _equation(eqn: Eqn) -> Eqn:
     if eqn.primitive.name == "ragged_dot_general":
         params = _params(eqn)
         if params is None:
@@ -167,7 +172,7 @@ def _with_products(value: Any) -> Any:
     return value
 
 
-def _params(eqn: Eqn) -> dict[str, Any] | None:
+def _params(eqn: Eqn) -> Params | None:
     """The parameters of the product in place of an equation; None if there is none."""
     params = eqn.params
     numbers = params["ragged_dot_dimension_numbers"]

@@ -78,7 +78,9 @@ class _Compiled:
 _COMPILED_NUMBERS: dict[int, _Compiled] = {}
 
 
-def warn_of_new_numbers(call: tuple, is_array: Callable, others: Hashable) -> None:
+def warn_of_new_numbers(
+    call: tuple[PyTree, ...], is_array: Callable, others: Hashable
+) -> None:
     """Warns if a program was compiled again only because a Python number has changed.
 
     `call` is a transform and the arguments of a call of it, or whatever else has a
@@ -123,22 +125,24 @@ def warn_of_new_numbers(call: tuple, is_array: Callable, others: Hashable) -> No
             return
 
 
-def _setting(call: tuple, path: tuple, x: Any) -> Hashable:
+def _setting(call: tuple[PyTree, ...], path: tuple, x: object) -> Hashable:
     """An integer that is no number of a user, such as a size; None for anything else.
 
     `call` is a transform, or whatever else has a program, and its arguments.
     """
     if type(x) is not int:
         return None
+    if not _is_transform(call[0]):
+        return "setting", x
     owner: Any = call
     for entry in path[:-1]:
         owner = _entry(owner, entry)
     package = __name__.partition(".")[0]
     is_ours = type(owner).__module__.partition(".")[0] == package
-    return ("setting", x) if is_ours or not _is_transform(call[0]) else None
+    return ("setting", x) if is_ours else None
 
 
-def _is_transform(x: Any) -> bool:
+def _is_transform(x: object) -> bool:
     return hasattr(type(x), "public_name")
 
 
@@ -153,7 +157,7 @@ def _entry(tree: PyTree, key: Any) -> Any:
         return None
 
 
-def _label(call: tuple, path: tuple) -> str:
+def _label(call: tuple[PyTree, ...], path: tuple) -> str:
     """How a message calls a leaf of a transform and the arguments of its call."""
     transform, *_ = call
     number, *rest = path
@@ -168,7 +172,7 @@ def _label(call: tuple, path: tuple) -> str:
     return f"`{name}{jtu.keystr(tuple(rest))}`"
 
 
-def _name_of(fun: Any) -> str:
+def _name_of(fun: object) -> str:
     while isinstance(fun, functools.partial):
         fun = fun.func
     return getattr(fun, "__qualname__", type(fun).__name__)
@@ -198,7 +202,9 @@ class _Content:
     objects: list[weakref.ref]
     numbers: list[tuple[str, Any]] | None = None
 
-    def of(self, x: Any, label: str = "", around: tuple = ()) -> Hashable:
+    def of(
+        self, x: object, label: str = "", around: tuple[object, ...] = ()
+    ) -> Hashable:
         """`around` are the functions with `x` in their closures."""
         inner = functools.partial(self.of, around=(*around, x))
         if isinstance(x, tuple):

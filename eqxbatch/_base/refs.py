@@ -9,7 +9,7 @@ with a `Ref` is zero, and a `jax.custom_jvp` refuses it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,14 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array
 
-from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts
+from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts, Rule, Value
 from .jaxprs import as_remat, callee, evaluate_with, inner_jaxprs, source_line
 from .primitives import is_remat, name_of
 from .trees import safe_zip
 from .versions import is_ref, is_type_of_ref, scan_sizes
 
 
-def without_refs(closed: JaxprAndConsts) -> Any:
+def without_refs(closed: JaxprAndConsts) -> JaxprAndConsts:
     """A closed jaxpr that computes the same without any `Ref` of its own.
 
     A `Ref` from outside is read once, before the program.
@@ -40,7 +40,7 @@ def without_refs(closed: JaxprAndConsts) -> Any:
     consts = [outside.get(id(x), x) for x in closed.consts]
 
     def run(*args: Any) -> list:
-        outs = _evaluate(jaxpr, consts, [*args])
+        outs = _evaluate_cells(jaxpr, consts, [*args])
         if any(cell.value is not before[key] for key, cell in outside.items()):
             raise ValueError(
                 "The function writes to a `jax.Ref` that was made outside of it, which "
@@ -59,6 +59,20 @@ class _Cell:
     value: Array
 
 
+if TYPE_CHECKING:
+    _Operand = Any
+else:
+    # What goes into equations and comes out of them.
+    _Operand = Value | _Cell
+
+
+class _State(NamedTuple):
+    """The values in the cells, and what a loop carries or a program returns."""
+
+    cells: list[Value]
+    outs: list[Value]
+
+
 def _has_refs(jaxpr: Jaxpr) -> bool:
     # What reads, writes or makes a `Ref` has an effect. Kernels of Pallas have none.
     return bool(jaxpr.effects) and any(map(_uses_refs, jaxpr.eqns))
@@ -72,16 +86,18 @@ def _uses_refs(eqn: Eqn) -> bool:
     return any(map(_has_refs, inner_jaxprs(eqn)))
 
 
-def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: list) -> list:
+def _evaluate_cells(
+    jaxpr: Jaxpr, consts: Sequence[_Operand], args: list[_Operand]
+) -> list[_Operand]:
     """Evaluates a jaxpr with a cell for each `Ref`."""
 
-    def replace(_: int, eqn: Eqn) -> Callable[[list], list] | None:
-        return functools.partial(_rule(eqn), eqn) if _uses_refs(eqn) else None
+    def replace(_: int, eqn: Eqn) -> Rule | None:
+        return functools.partial(_rule_of(eqn), eqn) if _uses_refs(eqn) else None
 
     return evaluate_with(jaxpr, [*consts], args, replace)
 
 
-def _rule(eqn: Eqn) -> Callable[[Any, list], list]:
+def _rule_of(eqn: Eqn) -> Callable[[Eqn, list], list]:
     """How an equation that uses a `Ref` is evaluated."""
     rule = _RULES.get(name_of(eqn))
     if rule is None and callee(eqn) is not None:
@@ -96,46 +112,46 @@ def _rule(eqn: Eqn) -> Callable[[Any, list], list]:
     return rule
 
 
-def _new_ref(_: Any, ins: list) -> list:
+def _new_ref(_: Eqn, ins: list[_Operand]) -> list:
     return [_Cell(ins[0])]
 
 
-def _empty_ref(eqn: Eqn, _: list) -> list:
+def _empty_ref(eqn: Eqn, _: list[_Operand]) -> list:
     aval = eqn.outvars[0].aval
     return [_Cell(jnp.zeros(aval.shape, aval.dtype))]
 
 
-def _freeze(_: Any, ins: list) -> list:
+def _freeze(_: Eqn, ins: list[_Operand]) -> list:
     return [ins[0].value]
 
 
-def _free(_: Any, __: list) -> list:
+def _free(_: Eqn, __: list[_Operand]) -> list:
     return []
 
 
-def _get(eqn: Eqn, ins: list) -> list:
+def _get(eqn: Eqn, ins: list[_Operand]) -> list:
     cell, *indices = ins
-    return [_read(cell.value, _places(eqn, indices))]
+    return [_read_places(cell.value, _places(eqn, indices))]
 
 
-def _swap(eqn: Eqn, ins: list) -> list:
+def _swap(eqn: Eqn, ins: list[_Operand]) -> list:
     cell, value, *indices = ins
     places = _places(eqn, indices)
-    before = _read(cell.value, places)
-    cell.value = _written(cell.value, places, value, adds=False)
+    before = _read_places(cell.value, places)
+    cell.value = _with_value(cell.value, places, value, adds=False)
     return [before]
 
 
-def _add(eqn: Eqn, ins: list) -> list:
+def _add(eqn: Eqn, ins: list[_Operand]) -> list:
     cell, value, *indices = ins
-    cell.value = _written(cell.value, _places(eqn, indices), value, adds=True)
+    cell.value = _with_value(cell.value, _places(eqn, indices), value, adds=True)
     return []
 
 
 class _Inputs:
     """The inputs of an equation, of which some are cells."""
 
-    def __init__(self, ins: list):
+    def __init__(self, ins: list[_Operand]):
         self._ins = ins
         self.cells = [*{id(x): x for x in ins if isinstance(x, _Cell)}.values()]
 
@@ -144,8 +160,11 @@ class _Inputs:
         return [cell.value for cell in self.cells]
 
     def run(
-        self, closed: JaxprAndConsts, values: list, ins: list | None = None
-    ) -> tuple:
+        self,
+        closed: JaxprAndConsts,
+        values: list[Value],
+        ins: list[_Operand] | None = None,
+    ) -> _State:
         """The values in the cells after a program, and its outputs.
 
         It begins with other `values` in cells of its own. `ins` replace the inputs.
@@ -153,78 +172,79 @@ class _Inputs:
         cells = [*map(_Cell, values)]
         new = {id(cell): one for cell, one in safe_zip(self.cells, cells)}
         args = [new.get(id(x), x) for x in (self._ins if ins is None else ins)]
-        outs = _evaluate(closed.jaxpr, closed.consts, args)
-        return [cell.value for cell in cells], outs
+        outs = _evaluate_cells(closed.jaxpr, closed.consts, args)
+        return _State([cell.value for cell in cells], outs)
 
-    def write(self, values: list) -> None:
+    def write(self, values: list[Value]) -> None:
         for cell, value in safe_zip(self.cells, values):
             cell.value = value
 
 
-def _call(eqn: Eqn, ins: list) -> list:
+def _call(eqn: Eqn, ins: list[_Operand]) -> list:
     closed = callee(eqn)
+    assert closed is not None
     if not is_remat(eqn):
-        return _evaluate(closed.jaxpr, closed.consts, ins)
+        return _evaluate_cells(closed.jaxpr, closed.consts, ins)
     inputs = _Inputs(ins)
     flat = [x.value if isinstance(x, _Cell) else x for x in ins]
 
-    def run(*flat: Any) -> tuple:
+    def run(*flat: Value) -> _State:
         # The same cell can be several inputs, which have the same value.
         begun = {id(x): value for x, value in safe_zip(ins, flat)}
         args = [x if isinstance(x, _Cell) else y for x, y in safe_zip(ins, flat)]
         return inputs.run(closed, [begun[id(cell)] for cell in inputs.cells], args)
 
-    values, outs = as_remat(eqn, run)(*flat)
-    inputs.write(values)
-    return outs
+    state = as_remat(eqn, run)(*flat)
+    inputs.write(state.cells)
+    return state.outs
 
 
-def _cond(eqn: Eqn, ins: list) -> list:
+def _cond(eqn: Eqn, ins: list[_Operand]) -> list:
     index, *operands = ins
     inputs = _Inputs(operands)
     branches = [functools.partial(inputs.run, x) for x in eqn.params["branches"]]
-    values, outs = lax.switch(index, branches, inputs.values)
-    inputs.write(values)
-    return outs
+    state = lax.switch(index, branches, inputs.values)
+    inputs.write(state.cells)
+    return state.outs
 
 
-def _scan(eqn: Eqn, ins: list) -> list:
+def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
     first, num = scan_sizes(eqn)
     consts, carry, xs = ins[:first], ins[first : first + num], ins[first + num :]
     inputs, closed = _Inputs(consts), eqn.params["jaxpr"]
 
-    def step(state: tuple, xs: list) -> tuple:
-        values, carry = state
-        values, outs = inputs.run(closed, values, [*consts, *carry, *xs])
-        return (values, outs[:num]), outs[num:]
+    def step(state: _State, xs: list[Value]) -> tuple:
+        ins = [*consts, *state.outs, *xs]
+        cells, outs = inputs.run(closed, state.cells, ins)
+        return _State(cells, outs[:num]), outs[num:]
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    (values, carry), ys = lax.scan(step, (inputs.values, carry), xs, **options)
-    inputs.write(values)
-    return [*carry, *ys]
+    state, ys = lax.scan(step, _State(inputs.values, carry), xs, **options)
+    inputs.write(state.cells)
+    return [*state.outs, *ys]
 
 
-def _while(eqn: Eqn, ins: list) -> list:
+def _while(eqn: Eqn, ins: list[_Operand]) -> list:
     params = eqn.params
     num, more = params["cond_nconsts"], params["body_nconsts"]
     of_test, of_body, carry = ins[:num], ins[num : num + more], ins[num + more :]
     inputs = _Inputs([*of_test, *of_body])
 
-    def test(state: tuple) -> Array:
-        values, carry = state
-        _, (is_on,) = inputs.run(params["cond_jaxpr"], values, [*of_test, *carry])
+    def test(state: _State) -> Array:
+        ins = [*of_test, *state.outs]
+        (is_on,) = inputs.run(params["cond_jaxpr"], state.cells, ins).outs
         return is_on
 
-    def body(state: tuple) -> tuple:
-        values, carry = state
-        return inputs.run(params["body_jaxpr"], values, [*of_body, *carry])
+    def body(state: _State) -> _State:
+        ins = [*of_body, *state.outs]
+        return inputs.run(params["body_jaxpr"], state.cells, ins)
 
-    values, outs = lax.while_loop(test, body, (inputs.values, carry))
-    inputs.write(values)
-    return outs
+    state = lax.while_loop(test, body, _State(inputs.values, carry))
+    inputs.write(state.cells)
+    return state.outs
 
 
-_RULES: dict[str, Callable[[Any, list], list]] = {
+_RULES: dict[str, Callable[[Eqn, list], list]] = {
     "addupdate": _add,
     "cond": _cond,
     "empty_ref": _empty_ref,
@@ -232,7 +252,7 @@ _RULES: dict[str, Callable[[Any, list], list]] = {
     "freeze": _freeze,
     "get": _get,
     "new_ref": _new_ref,
-    "scan": _scan,
+    "scan": _scan_cells,
     "swap": _swap,
     "while": _while,
 }
@@ -278,7 +298,7 @@ class _Place:
         return x.at[jnp.ix_(*where)].set(part)
 
 
-def _places(eqn: Eqn, indices: list) -> list[_Place]:
+def _places(eqn: Eqn, indices: list[Value]) -> list[_Place]:
     """The places of an equation, each in the one before."""
     places = []
     for indexer in jtu.tree_unflatten(eqn.params["tree"], indices):
@@ -294,6 +314,7 @@ def _places(eqn: Eqn, indices: list) -> list[_Place]:
 
 def _place(indexer: Any) -> _Place | None:
     starts, sizes, strides, index, shape = [], [], [], [], []
+    # Arrays of indices take entries of a part with all entries along their axes.
     has_arrays = indexer.int_indexer_shape != ()
     for i, size in safe_zip(indexer.indices, indexer.shape):
         is_slice = hasattr(i, "stride")
@@ -307,6 +328,7 @@ def _place(indexer: Any) -> _Place | None:
             starts.append(0 if has_arrays else i)
             sizes.append(size if has_arrays else 1)
             strides.append(1)
+    # JAX cuts no part of a traced size, and with a traced start none with strides.
     if not all(isinstance(x, int) for x in (*sizes, *strides)):
         return None
     if not all(isinstance(start, int) for start in starts):
@@ -316,24 +338,24 @@ def _place(indexer: Any) -> _Place | None:
     return _Place(starts, sizes, strides, (*index,) if has_arrays else None, (*shape,))
 
 
-def _read(x: Array, places: list[_Place]) -> Array:
+def _read_places(x: Array, places: list[_Place]) -> Array:
     for place in places:
         part = place.part(x)
         x = part.reshape(place.shape) if place.index is None else part[place.index]
     return x
 
 
-def _written(x: Array, places: list[_Place], value: Array, *, adds: bool) -> Array:
+def _with_value(x: Array, places: list[_Place], value: Array, *, adds: bool) -> Array:
     """`x` with a value in, or added to, the innermost of some places."""
     if not places:
         return x + value if adds else value
     place, *inner = places
     part = place.part(x)
     if place.index is None:
-        new = _written(part.reshape(place.shape), inner, value, adds=adds)
+        new = _with_value(part.reshape(place.shape), inner, value, adds=adds)
         new = new.reshape(part.shape)
     elif inner or not adds:
-        new = _written(part[place.index], inner, value, adds=adds)
+        new = _with_value(part[place.index], inner, value, adds=adds)
         new = part.at[place.index].set(new)
     else:
         # The same entry can be in it several times.

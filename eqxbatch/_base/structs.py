@@ -27,7 +27,7 @@ def full_varying_as(aval: Aval, value: int | float) -> Array:
     return vary(jnp.full(aval.shape, value, aval.dtype), varying(aval))
 
 
-def is_struct(x: Any) -> bool:
+def is_struct(x: object) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, PyTree
 
 from .backward import custom_backward, CustomBackward
+from .jaxpr_types import Value
 from .jaxprs import depends, run_jaxpr, uses_dtype
 from .narrow import wide, without_narrow_casts
 from .ragged import with_mapped_products
@@ -28,6 +29,13 @@ class _Static(eqx.Module):
     value: Any = eqx.field(static=True)
 
 
+class Inputs(NamedTuple):
+    """Leaves, and the arrays of one example."""
+
+    leaves: list[Array]
+    rows: list[Array]
+
+
 class TracedFunction:
     """A function of leaves and of one example of a batch, traced.
 
@@ -43,7 +51,7 @@ class TracedFunction:
         self,
         fun: Callable[[Any, list], PyTree],
         leaves: PyTree,
-        arrays: list,
+        arrays: list[Value],
         axes: Sequence[int] = (),
     ):
         given, self._treedef = jtu.tree_flatten(leaves)
@@ -51,7 +59,7 @@ class TracedFunction:
         self.leaves = [*map(wide, given)]
         self.arrays, self.axes = arrays, list(axes)
 
-        def flat(leaves: list, rows: list) -> PyTree:
+        def flat(leaves: list[Value], rows: list[Value]) -> PyTree:
             return fun(self.cast(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
@@ -69,10 +77,10 @@ class TracedFunction:
         run = jax.vmap(lambda *rows: _Static(ask([*rows])), self.axes)
         return jax.eval_shape(run, *self.arrays).value
 
-    def zeros(self) -> tuple[list[Array], list[Array]]:
+    def zeros(self) -> Inputs:
         """Leaves and an example of zeros, of the types that it was traced with."""
         zeros = [full_varying_as(var.aval, 0) for var in self.closed.jaxpr.invars]
-        return zeros[: len(self.leaves)], zeros[len(self.leaves) :]
+        return Inputs(zeros[: len(self.leaves)], zeros[len(self.leaves) :])
 
     @property
     def structs(self) -> list[jax.ShapeDtypeStruct]:
@@ -110,16 +118,16 @@ class TracedFunction:
         # A cast to the same dtype would be an equation if the type is weak.
         return self.tree([x if x.dtype == d else x.astype(d) for x, d in pairs])
 
-    def one(self, leaves: list, rows: Sequence[Array]) -> list[Array]:
+    def one(self, leaves: Sequence[Value], rows: Sequence[Value]) -> list[Array]:
         """The arrays that it returns for one example."""
         consts = list(self.closed.consts)
         return run_jaxpr(self.closed.jaxpr, consts, [*leaves, *rows])
 
-    def many(self, leaves: list, rows: list) -> list[Array]:
+    def many(self, leaves: Sequence[Value], rows: Sequence[Value]) -> list[Array]:
         """The arrays for some examples, along axis 0."""
         return jax.vmap(lambda *rows: self.one(leaves, rows), self.axes)(*rows)
 
-    def run(self, rows: list) -> list[Array]:
+    def run(self, rows: Sequence[Value]) -> list[Array]:
         """Like `many`, but arrays that do not depend on the example are computed once.
 
         These arrays have no batch axis; see `has_examples`.

@@ -35,7 +35,7 @@ def type_of(x: Any) -> Any:
 _NO_ARRAYS = (type, np.generic)
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     """Whether `x` is an array of any library, or a struct."""
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, _NO_ARRAYS)
 
@@ -72,7 +72,7 @@ def shown(x: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def described(x: Any) -> str:
+def described(x: object) -> str:
     """Like `shown`, with the type of anything that is not an array."""
     text = shown(x)
     return text if _is_array(x) else f"{text} of type {type(x).__name__}"

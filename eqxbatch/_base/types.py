@@ -9,8 +9,17 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args, get_origin, Literal, TypeVar, Union
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import (
+    Annotated,
+    Any,
+    get_args,
+    get_origin,
+    Literal,
+    TYPE_CHECKING,
+    TypeVar,
+    Union,
+)
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +34,20 @@ from .trees import described, shown
 _Function = TypeVar("_Function", bound=Callable)
 
 
+if TYPE_CHECKING:
+    Hint = Any
+else:
+    # An annotation: a class, a union, or what `typing` and jaxtyping make.
+    Hint = Hashable
+
+
 # Everything that is accepted as a JAX array.
 AnyArray = Array | np.ndarray | np.generic
 
 
 def check_types(
     values: Mapping[str, Any],
-    hints: Mapping[str, Any],
+    hints: Mapping[str, Hint],
     remedies: Mapping[str, str] | None = None,
     *,
     always: bool = False,
@@ -55,7 +71,7 @@ def check_types(
 
 
 def _mismatch(
-    name: str, values: Mapping[str, Any], hint: Any, remedy: str
+    name: str, values: Mapping[str, Any], hint: Hint, remedy: str
 ) -> TypeError | ValueError:
     value = values[name]
     are_numbers = isinstance(value, (list, tuple, int, float, complex))
@@ -97,7 +113,7 @@ def as_jax(x: Any) -> Any:
     return jax.block_until_ready(jnp.array(x))
 
 
-def check_unmasked(x: Any) -> None:
+def check_unmasked(x: object) -> None:
     """Raises `ValueError` if an array has masked entries, of which copies know nothing.
 
     JAX raises for them only where it makes no copy.
@@ -110,60 +126,52 @@ def check_unmasked(x: Any) -> None:
         )
 
 
-def fits(value: Any, hint: Any) -> bool:
+def fits(value: object, hint: Hint) -> bool:
     """Whether a value matches an annotation."""
     options = _options(hint)
-    if Any in options:
-        return True
     if {*options} >= {*get_args(DTypeLike)}:
         return _is_dtype(value) or (value is None and type(None) in options)
-    # `beartype` takes a bool for an int.
-    if isinstance(value, (bool, np.bool_)) and not {bool, np.bool_, object} & {
-        *options
-    }:
-        options = tuple(x for x in options if x not in (int, float))
-    if (
-        int in options
-        and not isinstance(value, jax.Array)
-        and as_int(value) is not None
-    ):
-        return True
-    return any(_is_bearable(value, option) for option in options)
+    return any(_fits_one(value, option) for option in options)
 
 
 _UNIONS = (Union, types.UnionType)
 
 
-def _options(hint: Any) -> tuple:
+def _options(hint: Hint) -> tuple:
     """The members of a union, or the annotation itself."""
     return get_args(hint) if get_origin(hint) in _UNIONS else (hint,)
 
 
-def _is_bearable(value: Any, hint: Any) -> bool:
+def _fits_one(value: Any, hint: Hint) -> bool:
+    """Whether a value, and all of its entries, match a member of a union."""
+    if not _is_bearable()(value, hint):
+        return False
+    # `beartype` looks at one of many entries only.
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint in (bool, float):
-        scalars = (bool, np.bool_) if hint is bool else (float, int, *_NUMPY_REALS)
-        return isinstance(value, scalars)
-    if isinstance(hint, type) and origin is None:
-        return isinstance(value, hint)
-    if origin is collections.abc.Callable or hint is collections.abc.Callable:
-        return callable(value)
-    if origin in (tuple, list, collections.abc.Sequence):
-        # `beartype` looks at one of many entries only.
-        is_open = origin is not tuple or arguments[-1] is ...
-        if not isinstance(value, origin if is_open else tuple):
-            return False
-        entries = arguments[:1] * len(value) if is_open else arguments
-        return len(entries) == len(value) and all(map(fits, value, entries))
-    if origin is dict and isinstance(value, dict):
+    if origin is dict:
         return all(fits(pair, tuple[arguments]) for pair in value.items())
-    # Importing beartype takes longer than most checks.
+    if origin in (list, collections.abc.Sequence) or ... in arguments:
+        return all(fits(x, arguments[0]) for x in value)
+    return True
+
+
+@functools.cache
+def _is_bearable() -> Callable[[object, Hint], bool]:
+    """What matches values with annotations: `beartype`, also for numbers of NumPy."""
+    # To import it takes longer than most checks.
+    from beartype import BeartypeConf, FrozenDict
     from beartype.door import is_bearable
+    from beartype.vale import Is
 
-    return is_bearable(value, hint)
-
-
-_NUMPY_REALS = (np.floating, np.integer)
+    # Otherwise, a bool is an int.
+    is_int = lambda x: not isinstance(x, jax.Array) and as_int(x) is not None
+    numbers = {
+        bool: bool | np.bool_,
+        int: Annotated[object, Is[is_int]],
+        float: float | int | np.floating,
+    }
+    conf = BeartypeConf(hint_overrides=FrozenDict(numbers))
+    return functools.partial(is_bearable, conf=conf)
 
 
 def _is_dtype(value: Any) -> bool:
@@ -177,11 +185,11 @@ def _is_dtype(value: Any) -> bool:
     return True
 
 
-def _is_array_hint(hint: Any) -> bool:
+def _is_array_hint(hint: Hint) -> bool:
     return isinstance(hint, type) and issubclass(hint, AbstractArray)
 
 
-def _of_any_shape(hint: Any) -> list[Any]:
+def _of_any_shape(hint: Hint) -> list[Hint]:
     """The annotations of arrays in `hint`, for arrays of any shape."""
     if get_origin(hint) in _UNIONS:
         return [wide for option in get_args(hint) for wide in _of_any_shape(option)]
@@ -191,7 +199,7 @@ def _of_any_shape(hint: Any) -> list[Any]:
     return [] if leaf is None else [PyTree[wide] for wide in _of_any_shape(leaf)]
 
 
-def text_of(hint: Any) -> str:
+def text_of(hint: Hint) -> str:
     """An annotation as it is written, without the names of modules."""
     if get_origin(hint) in _UNIONS:
         if {*get_args(hint)} >= {*get_args(DTypeLike)}:

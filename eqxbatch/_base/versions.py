@@ -17,7 +17,7 @@ Some code elsewhere is as it is for older versions:
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
 import jax.extend.core as jex
@@ -48,14 +48,21 @@ def with_consts(jaxpr: Any, consts: Sequence[Any]) -> Closed:
     return jaxpr.with_consts(consts) if _HAS_CONSTS else Closed(jaxpr, consts)
 
 
-def scan_sizes(eqn: Any) -> tuple[int, int]:
+class ScanSizes(NamedTuple):
+    """How many constants a scan has, and how many arrays it carries."""
+
+    consts: int
+    carry: int
+
+
+def scan_sizes(eqn: Any) -> ScanSizes:
     """How many constants a scan has, and how many arrays it carries."""
     # The first two lines can go once JAX >= 0.11 is the lowest. A scan then has trees:
     # of constants, of what it carries, and of slices.
     if "num_consts" in eqn.params:
-        return eqn.params["num_consts"], eqn.params["num_carry"]
+        return ScanSizes(eqn.params["num_consts"], eqn.params["num_carry"])
     consts, carry, _ = eqn.params["ft_in"].unpack()
-    return len(consts.vals), len(carry.vals)
+    return ScanSizes(len(consts.vals), len(carry.vals))
 
 
 def varying(x: Any) -> frozenset:

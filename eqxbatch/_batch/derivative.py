@@ -23,7 +23,7 @@ from .batch import Batch, unbatched
 from .loop import accumulated, run_blocks
 from .loss import Loss, split_examples
 from .padding import Padding, unless_padding
-from .parameters import are_parameters, as_where, UNRAVEL, warn_of_numbers
+from .parameters import are_parameters, as_where, UNRAVEL, warn_of_flax, warn_of_numbers
 from .rows import Rows
 from .slots import as_slots, Slots, types_of
 from .sums import check_adds, Mean, OfTotals, rows_and_weights, Sum
@@ -152,6 +152,7 @@ class AbstractDerivative(AbstractTransform):
         is_default = self.where is None and self.filter_spec is eqx.is_inexact_array
         if not (self.has_gaps and is_default):
             warn_of_numbers(first, self.where, self.filter_spec, name)
+        warn_of_flax(first)
         diff, nondiff = eqx.partition(first, chosen)
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)

@@ -22,7 +22,8 @@ from .._base.checks import (
     as_int,
     check_at_least,
 )
-from .._base.compile import has_library, memory_options, number_types
+from .._base.compile import number_types
+from .._base.compiler_options import has_library, memory_options
 from .._base.jaxprs import axis_names
 from .._base.mesh import (
     explicit_mesh,
@@ -228,6 +229,20 @@ def available_bytes(digits: int = 5) -> int:
         free = max(stats["bytes_limit"] - stats.get("bytes_in_use", 0), 0)
     shift = max(free.bit_length() - digits, 0)
     return free >> shift << shift
+
+
+def check_fits(what: str, num_bytes: int, remedy: str) -> None:
+    """Raises `ValueError` if a result takes more than all memory, before compiling."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats is not None and "bytes_limit" in stats:
+        largest = stats["bytes_limit"] * jax.device_count()
+    else:
+        largest = machine_bytes() * jax.process_count()
+    if num_bytes > largest:
+        raise ValueError(
+            f"{what} takes {num_bytes:,} bytes ({num_bytes / 1e9:,.0f} GB), but there "
+            f"are {largest:,} bytes of memory. {remedy}"
+        )
 
 
 _Settings = TypeVar("_Settings", bound=eqx.Module)

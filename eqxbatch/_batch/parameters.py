@@ -1,7 +1,7 @@
 """Which arrays of a PyTree are parameters."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -97,6 +97,34 @@ def warn_of_numbers(
             "them, with `jax.numpy.asarray`. Or leave them out on purpose, by `where` "
             "or by a `filter_spec` with False there."
         )
+
+
+def warn_of_flax(model: PyTree) -> None:
+    """Warns of layers of `flax.nnx` that change themselves when they are called.
+
+    A program is a function of one example, so that such changes are lost.
+    """
+    is_active = lambda x: any(_active_layers(x))
+    nodes = [x for x in jtu.tree_leaves(model, is_leaf=is_active) if is_active(x)]
+    if any("Dropout" in type(x).__name__ for x in nodes):
+        warn_user(
+            "A `Dropout` of `flax.nnx` is active, and has random numbers of its own: "
+            "all examples and calls have the same mask, unless `fun` passes `rngs` "
+            "made of a key for each example. Pass them, or call `model.eval()`."
+        )
+    if any("Norm" in type(x).__name__ for x in nodes):
+        warn_user(
+            "A `BatchNorm` of `flax.nnx` is in training mode: it sees one example, or "
+            "one microbatch with `batched=True`, and its new statistics are lost. Call "
+            "`model.eval()`, or return the statistics as aux."
+        )
+
+
+def _active_layers(x: Any) -> Iterator[bool]:
+    """Whether something is such a layer, by each setting that says so."""
+    if type(x).__module__.startswith("flax.nnx"):
+        yield getattr(x, "deterministic", None) is False and x.rngs is not None
+        yield getattr(x, "use_running_average", None) is False
 
 
 class _Number:

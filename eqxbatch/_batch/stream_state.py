@@ -47,6 +47,12 @@ class StreamState(eqx.Module):
         """A batch with the types of the first one, with structs for its arrays."""
         return jtu.tree_unflatten(self.treedef, self.leaves)
 
+    def __repr__(self) -> str:
+        counts = [x.num_examples for x in self.passes]
+        are_traced = any(isinstance(x, Tracer) for x in counts)
+        texts = ["?" if are_traced else str(x) for x in counts]
+        return f"StreamState(examples in each pass: {', '.join(texts)})"
+
 
 def check_state(state: PyTree) -> None:
     check_types({"state": state}, {"state": StreamState}, always=True)

@@ -186,7 +186,7 @@ class AbstractTransform(eqx.Module):
 
     def __repr__(self) -> str:
         settings = [f"{name}={text}" for name, text in _settings(self)]
-        texts = [_of_function(self.__wrapped__), *settings]
+        texts = [of_function(self.__wrapped__), *settings]
         return f"{self.public_name}({', '.join(texts)})"
 
     @overload
@@ -349,12 +349,12 @@ def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     return signature.replace(parameters=[first, second, *rest])
 
 
-def _of_function(fun: object) -> str:
+def of_function(fun: object) -> str:
     """How a function is displayed."""
     if isinstance(fun, (AbstractTransform, BoundMethod)):
         return repr(fun)
     if isinstance(fun, (functools.partial, eqx.Partial)):
-        return f"Partial({_of_function(fun.func)}, ...)"
+        return f"Partial({of_function(fun.func)}, ...)"
     name = getattr(fun, "__name__", None)
     return name if isinstance(name, str) else f"{type(fun).__name__}(...)"
 
@@ -363,14 +363,14 @@ def _settings(transform: AbstractTransform) -> Iterator[tuple[str, str]]:
     """The settings that differ from their defaults."""
     _, *parameters = transform.public_signature.parameters.values()
     for parameter in parameters:
-        text = _of_setting(getattr(transform, parameter.name))
-        if text != _of_setting(parameter.default):
+        text = of_setting(getattr(transform, parameter.name))
+        if text != of_setting(parameter.default):
             yield parameter.name, text
 
 
-def _of_setting(value: PyTree) -> str:
+def of_setting(value: PyTree) -> str:
     if isinstance(value, AbstractTransform) or inspect.isroutine(value):
-        return _of_function(value)
+        return of_function(value)
     if eqx.is_array(value):
         return f"{value.dtype}{[*value.shape]}"
     has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))

@@ -1,6 +1,7 @@
 """`filter_jacobian`: Jacobians in blocks of columns or rows."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal
 
@@ -27,7 +28,7 @@ from .._batch.arguments import Arguments, Leaves, RowArrays
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import run_blocks
 from .._batch.loss import check_outputs
-from .._batch.memory import as_block_size, MemoryBudget, Size
+from .._batch.memory import as_block_size, check_fits, MemoryBudget, Size
 from .._batch.rows import Rows
 from .._batch.slots import as_slots, Slots
 from .._batch.transform import (
@@ -278,6 +279,13 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         program = fun.traced(None, run, _IF_ONE)
         leaves, (out, _) = program.leaves, program.out
         structs = check_outputs(out)
+        shape = self._num_rows(structs), sum(x.size for x in leaves)
+        check_fits(
+            f"The Jacobian, of shape {shape},",
+            math.prod(shape) * min(x.dtype.itemsize for x in structs),
+            "Select fewer parameters with `where`; or use products with vectors: "
+            "`filter_linearize`, or `jax.vjp` of `fun`.",
+        )
         values = self._values(program, range(len(structs)))
 
         mode = self._checked_mode(program, values, structs)

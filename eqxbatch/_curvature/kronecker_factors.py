@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Inexact, Real
 
+from .._base.tables import AbstractTabular, Table
 from .._base.trees import safe_zip
 from .._sites.kronecker import Part
-from .._sites.report import table
 from .pytree import Unravel
 
 
@@ -64,7 +64,7 @@ class KroneckerBlock(eqx.Module):
         return [(x, None) if x.ndim == 2 else jnp.linalg.eigh(x) for x in factors]
 
 
-class KroneckerFactors(eqx.Module):
+class KroneckerFactors(AbstractTabular, eqx.Module):
     """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
 
     This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be
@@ -140,9 +140,10 @@ class KroneckerFactors(eqx.Module):
             tuple(paths[leaf] for leaf in block.part.leaves) for block in self.blocks
         )
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> Table:
         rows = [("leaves", "structure", "")]
         for names, block in safe_zip(self.names, self.blocks):
             part = block.part
             rows.append((", ".join(names), str(part), part.reason or ""))
-        return "\n".join(table(rows, num_texts=3))
+        return Table(rows, num_texts=3)

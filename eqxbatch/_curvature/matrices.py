@@ -12,13 +12,14 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array
 
+from .._base.dtypes import common_dtype
 from .._base.mesh import sum_except
 from .._base.platforms import products_of
 from .._base.trees import safe_zip
 from .._base.versions import varying
 from .._batch.arguments import Arguments
 from .._batch.loss import Loss
-from .._batch.memory import MemoryBudget
+from .._batch.memory import check_fits, MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .choose import CurvatureBlocks
 from .fisher import AbstractFisher
@@ -75,6 +76,8 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
             fun = self.with_keys(fun)
         diff, leaves = fun.diff, jtu.tree_leaves(fun.diff)
         num = sum(x.size for x in leaves)
+        if self.part == "full":
+            self._check_fits(num, common_dtype(*(x.dtype for x in leaves)))
         of_fun = None if fun.blocks is None else fun.blocks.size
         size = self.num_columns(num, args, kwargs, microbatch_size=of_fun)
         curvature = self.curvature(fun)
@@ -99,6 +102,18 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
             is_whole=self.part == "full" and blocks.is_whole,
         )
         return (matrix, aux) if self.has_aux else matrix
+
+    def _check_fits(self, num: int, dtype: Any) -> None:
+        name = self.public_name
+        products = {"filter_hessian": "hvp", "filter_ggn": "ggnvp"}[name]
+        check_fits(
+            f"The matrix of `{name}` for {num:,} parameters, of shape ({num}, {num}) "
+            f"and dtype {dtype},",
+            num**2 * dtype.itemsize,
+            f"Select fewer parameters with `where`; or use `{name}_diagonal`, "
+            f"`{name}_blocks`, products with vectors (`filter_{products}`) or "
+            "Kronecker factors (`filter_kfac`).",
+        )
 
 
 def _over_devices(

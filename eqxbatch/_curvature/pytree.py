@@ -112,6 +112,10 @@ class Unravel(eqx.Module, Generic[_Tree]):
     structs: tuple[jax.ShapeDtypeStruct, ...] = eqx.field(static=True)
     treedef: Any = eqx.field(static=True)
 
+    def __repr__(self) -> str:
+        num = len(self.structs)
+        return f"Unravel({sum(self.sizes)} numbers in {num} array{'s' * (num != 1)})"
+
     def __init__(self, tree: _Tree):
         check_types({"tree": tree}, {"tree": PyTree[_Arranged]})
         leaves, self.treedef = jtu.tree_flatten(tree)

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, Literal, TypeVar
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -16,14 +16,15 @@ from .._base.compile import compiled, num_bytes
 from .._base.mesh import explicit_mesh, gathered, within_mesh
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
+from .._batch.rows import Rows
 from .._batch.store import AbstractStore, IN_FLIGHT
 from .._batch.transform import AbstractTransform, also_decorator, Out, P
 from .._batch.zarr_store import as_store
 from .called import (
+    AbstractKernelCall,
     AbstractKernelFunction,
-    block_kernel,
-    CalledKernel,
-    detached,
+    FunctionCall,
+    in_memory,
     on_mesh_of_results,
 )
 from .collect import checked_output, KernelOutput
@@ -31,13 +32,15 @@ from .engine import output_on_device
 from .grid import BlockSize, check_block_size, sizes_of
 from .kernel import AbstractBlockKernel, room_of, SHARE
 from .on_devices import check_mesh, MeshAxis, on_mesh
-from .on_host import check_concrete, in_turn, tile_program, to_store
-from .sides import are_stored, as_array, examples_of, make_sides, SideArguments
-
-
-# Makes a kernel, and is a PyTree of its arrays: a program that is called with it makes
-# the kernel once, when it is traced.
-Maker = Callable[[], AbstractBlockKernel]
+from .on_host import (
+    check_concrete,
+    Destination,
+    on_no_mesh,
+    tile_by_tile,
+    tile_program,
+    to_store,
+)
+from .sides import as_jax_array, Examples, Stored
 
 
 _X1 = TypeVar("_X1", bound=Any)
@@ -46,10 +49,7 @@ _X1 = TypeVar("_X1", bound=Any)
 _X2 = TypeVar("_X2")
 
 
-_Kernel = TypeVar("_Kernel", bound=AbstractBlockKernel)
-
-
-def settings_of(module: Any, cls: type[eqx.Module]) -> dict[str, Any]:
+def settings_of(module: eqx.Module, cls: type[eqx.Module]) -> dict[str, Any]:
     """The settings of a module that a base class of it declares."""
     return {
         field.name: getattr(module, field.name) for field in dataclasses.fields(cls)
@@ -94,6 +94,12 @@ class AbstractStored(AbstractOnMesh):
     def is_stored(self) -> bool:
         return isinstance(self.store, AbstractStore)
 
+    @property
+    def destination(self) -> Destination:
+        fields = vars(self)  # Attributes of a Module take longer.
+        settings = fields["reduce"], fields["store"], fields["progress"]
+        return Destination(self.row_axis, *settings)
+
     def __check_init__(self) -> None:
         remedy = "With `reduce`, no kernel is kept. Leave one of them out."
         store = self.store if self.is_stored else None
@@ -102,8 +108,11 @@ class AbstractStored(AbstractOnMesh):
     @property
     def is_plain(self) -> bool:
         """Whether a kernel is returned as a whole, by one program on the device."""
-        others = (self.mesh, self.mesh_axis, self.progress, self.reduce)
-        return not self.is_stored and all(x is None for x in others)
+        # Attributes of a Module take longer.
+        fields = vars(self)
+        is_whole = fields["reduce"] is None and fields["progress"] is None
+        is_on_one = fields["mesh"] is None and fields["mesh_axis"] is None
+        return is_whole and is_on_one and type(fields["store"]) is str
 
     def check_progress(self) -> None:
         """Raises for a meter of blocks that one program on several devices computes."""
@@ -288,8 +297,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        make = BatchKernel.called(self, *args, **kwargs)
-        return computed(make, self.row_axis, self.reduce, self.store, self.progress)
+        return computed(BatchKernel.called(self, *args, **kwargs), self.destination)
 
     def called(
         self,
@@ -299,107 +307,69 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         *args: Any,
         key: Any = None,
         **kwargs: Any,
-    ) -> Maker:
-        """Makes the kernel of these examples."""
+    ) -> FunctionCall:
+        """A call with these examples."""
         fun: Any = self.kernel_fn
+        # Estimators and other kernel functions may know that they are symmetric.
         symmetric = self.symmetric
         if symmetric is None:
             symmetric = getattr(fun, "symmetric", False)
         # The free memory is looked up before tracing.
         sizes = sizes_of(self.block_size)
-        is_ours = isinstance(fun, AbstractKernelFunction)
-        settings = {
-            "out_axes": self.out_axes,
-            "is_alone": x2 is None,
-            "pairwise": self.pairwise,
-            "symmetric": None if symmetric is False else symmetric,
-            "sizes": sizes,
-            "room": room_of(sizes) if is_ours else 0,
-        }
         axes = self.in_axes, getattr(fun, "kwargs_axes", {})
-        examples = examples_of(x1, x2, key, kwargs)
-        return jtu.Partial(_called_kernel, fun, args, *examples, *axes, **settings)
+        sides, shared = Examples(x1, x2, key, kwargs).in_sides(*axes)
+        call = FunctionCall(
+            kernel_fn=fun,
+            args=args,
+            sides=sides,
+            shared=shared,
+            out_axes=self.out_axes,
+            is_alone=x2 is None,
+            pairwise=self.pairwise,
+            symmetric=None if symmetric is False else symmetric,
+            sizes=sizes,
+            room=0,
+        )
+        keeps = isinstance(fun, AbstractKernelFunction) or call.has_stored
+        return dataclasses.replace(call, room=room_of(sizes)) if keeps else call
 
 
-def _called_kernel(
-    fun: Callable,
-    args: tuple,
-    examples: list[SideArguments],
-    shared: dict[str, Any],
-    in_axes: PyTree,
-    kwargs_axes: dict[str, PyTree],
-    **settings: Any,
-) -> CalledKernel:
-    sides = make_sides(examples, in_axes, kwargs_axes)
-    if any(side.stored for side in sides):
-        settings["room"] = room_of(settings["sizes"])
-    return CalledKernel(fun, args, sides, shared, **settings)
+def computed(call: AbstractKernelCall, destination: Destination) -> PyTree:
+    """The arrays of a kernel."""
+    return _driver(call, destination)(call, destination)
 
 
-def known(kernel: AbstractBlockKernel) -> Maker:
-    """Makes a kernel that is there."""
-    return jtu.Partial(_itself, kernel)
+_Driver = Callable[[AbstractKernelCall, Destination], PyTree]
 
 
-def _itself(kernel: AbstractBlockKernel) -> AbstractBlockKernel:
-    return kernel
+def _driver(call: AbstractKernelCall, destination: Destination) -> _Driver:
+    """What computes a kernel: one program, or a loop in Python."""
+    if isinstance(destination.store, AbstractStore):
+        return _to_store
+    # Programs cannot read, nor tell how far they are.
+    if call.has_stored or destination.meter is not None:
+        return _tile_by_tile
+    return _on_device
 
 
-def computed(
-    make: Maker,
-    mesh_axis: MeshAxis | None,
-    reduce: PyTree = None,
-    store: Any = "device",
-    meter: AbstractProgressMeter | None = None,
-) -> PyTree:
-    """The arrays of a kernel, with settings as for `BatchKernel`."""
-    mesh = None if mesh_axis is None else mesh_axis.mesh
-    is_stored = isinstance(store, AbstractStore)
-    in_one_program = meter is None and not is_stored and not are_stored(make)
+def _on_device(call: AbstractKernelCall, destination: Destination) -> PyTree:
     # Blocks can start anywhere, which a mesh with explicit axes does not allow.
-    if in_one_program:
-        make, reduce = gathered((make, reduce), mesh)
-        output = _run(make, reduce, mesh_axis)
-        return checked_output(output, is_sharded=mesh_axis is not None)
-    kernel, stored = detached(jtu.tree_map(as_array, make()))
-    if stored:
-        check_concrete((kernel, reduce), "examples that are not in memory")
-        fits = mesh is None or (is_stored and len(mesh.local_devices) == 1)
-        if not fits or explicit_mesh((kernel, reduce)):
-            raise ValueError(
-                "Examples that are not in memory go to one device of each process: a "
-                "`mesh` needs a `store`, one device of this process, and no arrays on "
-                "Explicit axes. Read them by `numpy.asarray`, or leave it out."
-            )
-    kernel, reduce = gathered((kernel, reduce), mesh)
-    if is_stored:
-        kernel = _sized(kernel, None, None, by_tiles=True, on_device=False)
-        return to_store(kernel, stored, store, meter, mesh_axis)
-    if meter is not None or stored:
-        kernel = _sized(kernel, reduce, None, by_tiles=bool(stored))
-        return in_turn(kernel, stored, reduce, meter)
-    output = _run(known(kernel), reduce, mesh_axis)
-    return checked_output(output, is_sharded=mesh_axis is not None)
-
-
-def on_one_device(kernel: _Kernel) -> _Kernel:
-    """The kernel with sizes of blocks, as one device computes it."""
-    # As for a store, because the whole kernel may not fit.
-    alone, _ = detached(kernel)
-    return _sized(gathered(alone), None, None, by_tiles=True, on_device=False)
+    call, reduce = gathered((call, destination.reduce), destination.mesh)
+    output = _run_on_device(call, reduce, destination.mesh_axis)
+    return checked_output(output, is_sharded=destination.mesh_axis is not None)
 
 
 @compiled
-def _run(make: Maker, reduce: PyTree, mesh_axis: MeshAxis | None) -> KernelOutput:
-    with within_mesh((make, reduce)):
-        kernel = _sized(make(), reduce, mesh_axis)
-        return _on_devices(kernel, reduce, mesh_axis)
+def _run_on_device(
+    call: AbstractKernelCall, reduce: PyTree, mesh_axis: MeshAxis | None
+) -> KernelOutput:
+    with within_mesh((call, reduce)):
+        return _on_devices(ready(call, reduce, mesh_axis), reduce, mesh_axis)
 
 
 def _on_devices(
     kernel: AbstractBlockKernel, reduce: PyTree, mesh_axis: MeshAxis | None
 ) -> KernelOutput:
-    kernel = block_kernel(kernel)
     if mesh_axis is not None:
         return on_mesh(kernel, reduce, mesh_axis)
     kernel, reduce = on_mesh_of_results(kernel, reduce)
@@ -407,28 +377,90 @@ def _on_devices(
         return output_on_device(kernel, reduce)
 
 
-def _sized(
-    kernel: _Kernel,
-    reduce: PyTree,
-    mesh_axis: MeshAxis | None,
+def _tile_by_tile(call: AbstractKernelCall, destination: Destination) -> PyTree:
+    stored, (call, reduce) = _stored_of(call), _on_host(call, destination)
+    kernel = ready(call, reduce, by_tiles=bool(stored))
+    return tile_by_tile(kernel, stored, destination._replace(reduce=reduce))
+
+
+def _to_store(call: AbstractKernelCall, destination: Destination) -> PyTree:
+    stored, (call, _) = _stored_of(call), _on_host(call, destination)
+    with on_no_mesh():
+        kernel = ready(call, by_tiles=True, on_device=False)
+        return to_store(kernel, stored, destination)
+
+
+def _stored_of(call: AbstractKernelCall) -> list[Stored | None]:
+    """What is read for each block of the sides; empty if all are in memory."""
+    return [side.stored for side in call.sides] if call.has_stored else []
+
+
+class _Operands(NamedTuple):
+    """What compiled programs of blocks are called with."""
+
+    call: AbstractKernelCall
+    reduce: PyTree
+
+
+def _on_host(call: AbstractKernelCall, destination: Destination) -> _Operands:
+    """A call and a reduction for a loop in Python, which is not transformed."""
+    is_read, is_stored = call.has_stored, isinstance(destination.store, AbstractStore)
+    call, reduce = jtu.tree_map(as_jax_array, in_memory(call)), destination.reduce
+    what = "a `store`" if is_stored else "`progress`"
+    if is_read:
+        what = "examples that are not in memory"
+    check_concrete((call, reduce), what)
+    if is_read:
+        mesh = destination.mesh
+        fits = mesh is None or (is_stored and len(mesh.local_devices) == 1)
+        if not fits or explicit_mesh((call, reduce)):
+            raise ValueError(
+                "Examples that are not in memory go to one device of each process: a "
+                "`mesh` needs a `store`, one device of this process, and no arrays on "
+                "Explicit axes. Read them by `numpy.asarray`, or leave it out."
+            )
+    return _Operands(*gathered((call, reduce), destination.mesh))
+
+
+def on_one_device(call: AbstractKernelCall) -> AbstractBlockKernel:
+    """The kernel as one device computes it, in blocks."""
+    # As for a store, because the whole kernel may not fit.
+    return ready(gathered(in_memory(call)), by_tiles=True, on_device=False)
+
+
+class _Sized(NamedTuple):
+    """What the program is called with that is measured, with arguments of `ready`."""
+
+    call: AbstractKernelCall
+    reduce: PyTree
+    mesh_axis: MeshAxis | None
+    by_tiles: bool
+
+
+def ready(
+    call: AbstractKernelCall,
+    reduce: PyTree = None,
+    mesh_axis: MeshAxis | None = None,
     *,
     by_tiles: bool = False,
     on_device: bool = True,
-) -> _Kernel:
-    """The kernel, with the largest numbers of rows and columns of a block.
+) -> AbstractBlockKernel:
+    """The kernel of a call, in blocks that fit into its budget, if it has one.
 
     A kernel is computed by one program, or by one for each tile. It is kept
     `on_device` unless it is reduced.
     """
-    size = kernel.sizes
+    size = call.sizes
     if not isinstance(size, MemoryBudget):
-        return kernel
-    whole = block_kernel(dataclasses.replace(kernel, sizes=(None, None)))
+        return call.kernel()
+    replace: Any = dataclasses.replace
+    whole = replace(call, sizes=(None, None)).kernel()
     if by_tiles and whole.grid.is_empty:
-        return dataclasses.replace(kernel, sizes=(None, None))
+        return whole
+
+    # The memory that the kernel leaves is for factors of examples and for blocks.
     budget, taken = size.resolve(), 0
     if on_device and reduce is None:
-        # The memory that the kernel leaves is for factors of examples and for blocks.
         taken = num_bytes([leaf.struct(whole.totals) for leaf in whole.leaves])
     left = max(budget - taken, 0)
     largest = max(whole.totals)
@@ -443,20 +475,19 @@ def _sized(
             largest = min(largest, left // max(one, 1))
         size = MemoryBudget(max(left, 1))
     elif any(whole.bytes_kept):
-        kernel = dataclasses.replace(kernel, room=left // SHARE)
-    with_area = lambda kernel, area: dataclasses.replace(
-        kernel, sizes=(math.isqrt(area), math.isqrt(area))
+        call = replace(call, room=left // SHARE)
+    with_area = lambda call, area: replace(
+        call, sizes=(math.isqrt(area), math.isqrt(area))
     )
-    operands = (kernel, reduce, mesh_axis, by_tiles)
+    operands = _Sized(call, reduce, mesh_axis, by_tiles)
 
     # Memory is affine in the area of a block.
-    def run(area: int) -> Callable[[tuple], Any]:
-        def program(blocks: list, operands: tuple) -> Any:
-            kernel, reduce, mesh_axis, by_tiles = operands
-            kernel = with_area(kernel, area)
-            if by_tiles:
-                return tile_program(block_kernel(kernel), blocks)
-            return _on_devices(kernel, reduce, mesh_axis)
+    def run(area: int) -> Callable[[_Sized], Any]:
+        def program(blocks: list[Rows | None], operands: _Sized) -> Any:
+            kernel = with_area(operands.call, area).kernel()
+            if operands.by_tiles:
+                return tile_program(kernel, blocks)
+            return _on_devices(kernel, operands.reduce, operands.mesh_axis)
 
         structs = whole.structs(with_area(whole, area).grid.sizes)
         pairs = zip(whole.rows, structs, strict=True)
@@ -467,7 +498,7 @@ def _sized(
     except ValueError as e:
         e.add_note("A kernel that is too large itself can go to `store='host'`.")
         raise
-    return with_area(kernel, area)
+    return with_area(call, area).kernel()
 
 
 filter_batch_kernel = also_decorator(

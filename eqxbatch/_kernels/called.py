@@ -1,11 +1,11 @@
-"""Kernels that are computed by calling a function."""
+"""Calls of kernels, and kernels that are computed by calling a function."""
 
 import abc
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -24,37 +24,64 @@ from .._base.mesh import (
     mesh_of_results,
     put_on,
 )
+from .._batch.memory import MemoryBudget
 from .._batch.rows import Rows
-from .kernel import AbstractBlockKernel, Flat, flattened, KernelLeaf, leaves_at, SAMPLE
-from .sides import as_array, Side, Stored
+from .grid import Sizes
+from .kernel import (
+    AbstractBlockKernel,
+    Flat,
+    flattened,
+    KernelLeaf,
+    leaves_at,
+    RowsOfSides,
+    SAMPLE,
+)
+from .sides import as_jax_array, Side, SideArguments
 
 
-_Kernel = TypeVar("_Kernel", bound=AbstractBlockKernel)
+_Call = TypeVar("_Call", bound="AbstractKernelCall")
 
 
-def detached(kernel: _Kernel) -> tuple[_Kernel, list[Stored | None]]:
-    """A kernel for compiled programs, and what is read for each block of its sides.
+class AbstractKernelCall(abc.ABC):
+    """The arguments of a call, a PyTree from which each program makes its kernel.
 
-    The list is empty if all examples are in memory.
+    It is made in each call of a kernel, and the kernel when a program is traced.
+
+    - `sides`: the two sides, or one if they are the same examples.
+    - `symmetric`, `sizes`, `room`: as for the kernel.
     """
-    is_side = lambda x: isinstance(x, Side)
-    sides = filter(is_side, jtu.tree_leaves(kernel, is_leaf=is_side))
-    stored = [side.stored for side in sides]
-    if not any(stored):
-        return kernel, []
-    alone = lambda x: dataclasses.replace(x, stored=None) if is_side(x) else x
-    return jtu.tree_map(alone, kernel, is_leaf=is_side), stored
+
+    sides: list[Side]
+    symmetric: Any
+    sizes: Sizes | MemoryBudget
+    room: int
+
+    @abc.abstractmethod
+    def kernel(self) -> AbstractBlockKernel:
+        """The kernel, which has blocks."""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both sides are the same examples."""
+        return len(self.sides) == 1
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether some examples are not in memory."""
+        return any(side.stored is not None for side in self.sides)
 
 
-def block_kernel(kernel: AbstractBlockKernel) -> AbstractBlockKernel:
-    """The kernel in the form in which it has blocks.
+def in_memory(call: _Call) -> _Call:
+    """A call for compiled programs, without what is read for each block."""
+    if not call.has_stored:
+        return call
+    sides = [dataclasses.replace(side, stored=None) for side in call.sides]
+    replace: Any = dataclasses.replace
+    return replace(call, sides=sides)
 
-    Kernel functions of this package keep factors of examples.
-    """
-    if isinstance(kernel, CalledKernel):
-        kernel_fn: Any = kernel.kernel_fn
-        in_blocks = kernel_fn.in_blocks(kernel) if kernel.is_ours else None
-        kernel = in_blocks or dataclasses.replace(kernel, known=kernel.out)
+
+def checked_kernel(kernel: AbstractBlockKernel) -> AbstractBlockKernel:
+    """A kernel whose mirror images are those of its blocks, as far as shapes tell."""
     if kernel.is_same and kernel.mirror.is_transpose:
         _check_transpose(kernel.leaves)
     return kernel
@@ -77,9 +104,14 @@ def _check_transpose(leaves: Sequence[KernelLeaf]) -> None:
             )
 
 
-def on_mesh_of_results(
-    kernel: AbstractBlockKernel, reduce: PyTree
-) -> tuple[AbstractBlockKernel, PyTree]:
+class Reduced(NamedTuple):
+    """A kernel and what reduces it, on one mesh."""
+
+    kernel: AbstractBlockKernel
+    reduce: PyTree
+
+
+def on_mesh_of_results(kernel: AbstractBlockKernel, reduce: PyTree) -> Reduced:
     """A kernel on the mesh with explicit axes where its results are.
 
     `kernel_fn` may close over arrays there, or move arrays itself. What is on no mesh
@@ -87,34 +119,46 @@ def on_mesh_of_results(
     """
     is_on_mesh = explicit_mesh((kernel, reduce)) is not None
     if is_on_mesh or not isinstance(kernel, CalledKernel):
-        return kernel, reduce
-    if not any(map(has_explicit_axes, kernel.out[0])):
-        return kernel, reduce
+        return Reduced(kernel, reduce)
+    if not any(map(has_explicit_axes, kernel.out.leaves)):
+        return Reduced(kernel, reduce)
     closed = kernel.program(*kernel.structs(SAMPLE))
     mesh = mesh_of_results(closed, list(constants(closed)))
-    return (kernel, reduce) if mesh is None else put_on((kernel, reduce), mesh)
+    reduced = Reduced(kernel, reduce)
+    return reduced if mesh is None else put_on(reduced, mesh)
 
 
-class CalledKernel(AbstractBlockKernel):
-    """Any kernel function, which is called for each block, and its arguments.
+# Not a Module, which takes longer to make, in each call.
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FunctionCall(AbstractKernelCall):
+    """A call of any kernel function.
 
-    - `sides`: the two sides, or one if they are the same examples.
+    - `out_axes`, `pairwise`: as for `BatchKernel`.
     - `is_alone`: whether the second argument was omitted.
-    - `pairwise`: whether it is a function of one example of each side.
-    - `known`: its output, once it was called for a sample.
     """
 
-    is_users: ClassVar[bool] = True
-
-    kernel_fn: Callable
-    args: tuple
+    kernel_fn: Any
+    args: Any
     sides: list[Side]
     shared: dict[str, Any]
     out_axes: PyTree
-    is_alone: bool
-    pairwise: bool
-    _: dataclasses.KW_ONLY
-    known: Flat | None = eqx.field(static=True, default=None)
+    is_alone: Any
+    pairwise: Any
+    symmetric: Any
+    sizes: Sizes | MemoryBudget = eqx.field(static=True)
+    room: int = eqx.field(static=True)
+
+    def kernel(self) -> AbstractBlockKernel:
+        kernel = None
+        if self.is_ours:
+            kernel = self.kernel_fn.in_blocks(self)
+        if kernel is None:
+            settings = {"sizes": self.sizes, "room": self.room}
+            kernel = CalledKernel(
+                self, self.sampled(), symmetric=self.symmetric, **settings
+            )
+        return checked_kernel(kernel)
 
     @property
     def is_ours(self) -> bool:
@@ -122,29 +166,20 @@ class CalledKernel(AbstractBlockKernel):
         return isinstance(self.kernel_fn, AbstractKernelFunction) and not self.pairwise
 
     @property
-    def rows(self) -> tuple[Rows, Rows]:
-        return self.sides[0].rows, self.sides[-1].rows
-
-    @property
-    def parts(self) -> dict[str, PyTree]:
-        inputs = self.sides, self.args, self.shared
-        return {"inputs": inputs, "kernel_fn": self.kernel_fn}
-
-    @property
-    def bytes_kept(self) -> tuple[int, int]:
-        return 0, 0
+    def rows(self) -> RowsOfSides:
+        return RowsOfSides(self.sides[0].rows, self.sides[-1].rows)
 
     @functools.cached_property
-    def leaves(self) -> tuple[KernelLeaf, ...]:
-        return tuple(leaves_at(self.out_axes, jtu.tree_unflatten(*reversed(self.out))))
+    def takes_none(self) -> bool:
+        """Whether the second argument is omitted for a block with itself."""
+        is_alone = self.is_alone and not self.pairwise
+        return is_alone and _can_omit_second(self.kernel_fn)
 
-    @functools.cached_property
-    def out(self) -> Flat:
-        if self.known is not None:
-            return self.known
-        structs = self.structs(SAMPLE)
+    def sampled(self) -> Flat:
+        """The output of the function for a sample."""
+        structs = self.rows.structs(SAMPLE)
         try:
-            out = eqx.filter_eval_shape(self.called, *structs)
+            return flattened(eqx.filter_eval_shape(self.output, *structs))
         except Exception as e:
             sides = (", ".join(str(x.shape) for x in side.arrays) for side in structs)
             remedy = " For a kernel of single examples, pass `pairwise=True`."
@@ -153,35 +188,62 @@ class CalledKernel(AbstractBlockKernel):
                 f"{' and '.join(sides)}.{'' if self.pairwise else remedy}"
             )
             raise
-        return flattened(out)
 
-    @functools.cached_property
-    def _takes_none(self) -> bool:
-        """Whether the second argument is omitted for a block with itself."""
-        is_alone = self.is_alone and not self.pairwise
-        return is_alone and _can_omit_second(self.kernel_fn)
-
-    def called(self, first: Rows, second: Rows | None) -> PyTree:
+    def output(self, first: Rows, second: Rows | None) -> PyTree:
         """The output of the function for a block of rows and one of columns."""
-        if second is None and not self._takes_none and not self.is_ours:
+        if second is None and not self.takes_none and not self.is_ours:
             # As for other blocks, so that one trace of the function serves all.
             second = first
-        call = self.kernel_fn, self.args, self.shared, self._takes_none
+        call = _BlockCall(self.kernel_fn, self.args, self.shared, self.takes_none)
         left, right = self.sides[0], self.sides[-1]
         if second is None:
-            return _called(call, left.arguments(first.arrays), None)
-        both = lambda x, y: _called(call, left.arguments(x), right.arguments(y))
+            return _output_of_block(call, left.arguments(first.arrays), None)
+        block = functools.partial(_output_of_block, call)
+        both = lambda x, y: block(left.arguments(x), right.arguments(y))
         if not self.pairwise:
             return both(first.arrays, second.arrays)
 
         def one(x: list, y: list) -> PyTree:
-            as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
-            return jtu.tree_map(as_array, both(x, y))
+            to_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
+            return jtu.tree_map(to_array, both(x, y))
 
         rows, columns = ([*rows.axes] for rows in self.rows)
         row = eqx.filter_vmap(one, in_axes=(None, columns))
         run = eqx.filter_vmap(row, in_axes=(rows, None))
         return run(first.arrays, second.arrays)
+
+
+class CalledKernel(AbstractBlockKernel):
+    """The kernel of a function that is called for each block.
+
+    - `sampled`: the output of the function.
+    """
+
+    is_users: ClassVar[bool] = True
+
+    call: FunctionCall
+    sampled: Flat = eqx.field(static=True)
+
+    @property
+    def out(self) -> Flat:
+        return self.sampled
+
+    @property
+    def rows(self) -> RowsOfSides:
+        return self.call.rows
+
+    @property
+    def parts(self) -> dict[str, PyTree]:
+        inputs = self.call.sides, self.call.args, self.call.shared
+        return {"inputs": inputs, "kernel_fn": self.call.kernel_fn}
+
+    @property
+    def bytes_kept(self) -> tuple[int, int]:
+        return 0, 0
+
+    @functools.cached_property
+    def leaves(self) -> tuple[KernelLeaf, ...]:
+        return tuple(leaves_at(self.call.out_axes, self.out.tree))
 
     def prepare(self) -> None:
         """There is nothing to prepare."""
@@ -212,12 +274,12 @@ class CalledKernel(AbstractBlockKernel):
         Without `second`, both are the same.
         """
         sizes = first.total, (first if second is None else second).total
-        kernel_fn: Any = self.kernel_fn
+        kernel_fn: Any = self.call.kernel_fn
         is_part = sizes != self.totals
         if is_part and hasattr(kernel_fn, "check_is_batched"):
             kernel_fn.check_is_batched()
         try:
-            out = self.called(first, second)
+            out = self.call.output(first, second)
         except Exception as e:
             if second is None:
                 e.add_note(
@@ -226,6 +288,7 @@ class CalledKernel(AbstractBlockKernel):
                 )
             raise
         arrays = [x for x in jtu.tree_leaves(out) if eqx.is_array(x)]
+        # Tiles are written into one array, or update one state.
         structs = [leaf.struct(sizes) for leaf in self.leaves]
         if _shown(arrays) != _shown(structs):
             raise ValueError(
@@ -254,27 +317,37 @@ def _refuse(primals: tuple, tangents: tuple) -> Any:
     )
 
 
+class _BlockCall(NamedTuple):
+    """A kernel function and the arguments that all of its blocks share."""
+
+    kernel_fn: Callable
+    args: Any
+    shared: dict[str, Any]
+    takes_none: bool
+
+
 # Compiled, so that a function is traced once for each shape of its blocks.
 @compiled
-def _called(call: tuple, first: tuple, second: tuple | None) -> PyTree:
+def _output_of_block(
+    call: _BlockCall, first: SideArguments, second: SideArguments | None
+) -> PyTree:
     """The output of a kernel function for the arguments of two sides.
 
     Without the second, both are the same.
     """
-    kernel_fn, args, shared, takes_none = call
-    (x1, kwargs), (x2, other) = first, second or first
-    if second is None and takes_none:
-        x2 = None
-    pairs = {name: (kwargs[name], other[name]) for name in kwargs}
-    out = called(kernel_fn, (x1, x2, *args), {**pairs, **shared}, "`kernel_fn`")
-    return jtu.tree_map(as_array, out)
+    other = first if second is None else second
+    x2 = None if second is None and call.takes_none else other.x
+    pairs = {name: (x, other.kwargs[name]) for name, x in first.kwargs.items()}
+    kwargs = {**pairs, **call.shared}
+    out = called(call.kernel_fn, (first.x, x2, *call.args), kwargs, "`kernel_fn`")
+    return jtu.tree_map(as_jax_array, out)
 
 
 class AbstractKernelFunction(eqx.Module):
     """A kernel function that computes factors of examples once for all blocks."""
 
     @abc.abstractmethod
-    def in_blocks(self, call: CalledKernel) -> AbstractBlockKernel | None:
+    def in_blocks(self, call: FunctionCall) -> AbstractBlockKernel | None:
         """The kernel of a call; None if the function is to be called for each block."""
 
 

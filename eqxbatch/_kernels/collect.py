@@ -193,6 +193,7 @@ def _waiting(x: Shaped[Array, "..."], is_wrong: Bool[Array, ""]) -> Array:
 
 def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collector]:
     """One collector for each array, from a PyTree prefix of reductions or None."""
+    # Without reductions, tiles are kept as they are.
     if reduce is None:
         return [*map(Collector, kernel.leaves)]
     places = match_prefix(
@@ -203,6 +204,7 @@ def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collect
         "part",
         is_leaf=lambda x: x is None or isinstance(x, AbstractReduction),
     )
+    # A reduction for a part of the output reduces each array in it.
     collectors: list[Collector] = []
     for _, reduction, part in places:
         for leaf in jtu.tree_leaves(part):

@@ -9,17 +9,13 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast, TYPE_CHECKING
+from typing import Any, BinaryIO, cast
 
 import jax
 import numpy as np
 from jaxtyping import Inexact, Shaped
 
 from .._batch.fingerprint import check_record, read_json
-
-
-if TYPE_CHECKING:
-    pass
 
 
 _FORMAT = 3
@@ -55,6 +51,7 @@ class Checkpoint:
             raise ValueError(
                 f"`checkpoint` must be a folder, or not exist; got the file {path}."
             )
+        # A folder that describes a problem must describe this one.
         about = self._path / "problem.json"
         if about.exists():
             saved = read_json("checkpoint", about, _KEPT)
@@ -108,7 +105,7 @@ class Checkpoint:
         end = time.monotonic()
         self._next = end + (end - begin) / _SHARE
 
-    def _replace(self, file: pathlib.Path, write: Any) -> None:
+    def _replace(self, file: pathlib.Path, write: Callable[[BinaryIO], Any]) -> None:
         partial = file.with_name(file.name + _PARTIAL)
         with partial.open("wb") as out:
             write(out)
@@ -215,6 +212,7 @@ class ConjugateGradients:
             yield state
 
     def _step(self, state: State, is_open: np.ndarray) -> State:
+        # The method needs a positive energy in each column that is not solved yet.
         conditioned = self._preconditioner(state.residual)
         energy = _inner(state.residual, conditioned)
         if np.any(is_open & ~(energy > 0)):
@@ -224,10 +222,12 @@ class ConjugateGradients:
                 f"{energy[is_open].min()}. Pass a smaller `preconditioner_rank`, or a "
                 "larger `ridge`."
             )
+        # After a restart, the recurrence knows nothing of earlier directions.
         share = np.zeros_like(energy)
         if not state.is_exact:
             np.divide(energy, state.energy, out=share, where=is_open)
         direction = conditioned + share * state.direction
+        # Columns that are solved keep their solution: their steps have length 0.
         image = self._product(direction, False)
         curvature = _inner(direction, image)
         _check_curvature(curvature, is_open)

@@ -7,7 +7,7 @@ a panel is combined with itself and with half of the other panels.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,26 @@ from .collect import (
     States,
     where_new,
 )
-from .grid import Grid
+from .grid import Grid, Index, Tile
 from .kernel import AbstractBlockKernel
 
 
+class Kept(NamedTuple):
+    """Factors of rows and of columns that are there already; None for none."""
+
+    first: Rows | None = None
+    second: Rows | None = None
+
+
+NOTHING_KEPT = Kept()
+
+
+# The numbers of blocks of rows or columns, or those of both.
+_Numbers = Sequence[int] | Sequence[Tile] | Array
+
+
 def _new_entries(
-    grid: Grid, pair: Int[Array, "2"], counts: Any
+    grid: Grid, pair: Int[Array, "2"], counts: Array | None
 ) -> Bool[Array, "rows columns"] | None:
     """The entries of a tile that no previous tile contains; None for all.
 
@@ -70,8 +84,8 @@ class Tiles:
         self,
         pair: Int[Array, "2"],
         is_diagonal: bool,
-        kept: Sequence[Rows | None] = (None, None),
-        begin: Any = 0,
+        kept: Kept = NOTHING_KEPT,
+        begin: Index = 0,
         *,
         recomputes: bool = True,
     ) -> CheckedTile:
@@ -92,9 +106,10 @@ class Tiles:
                 rows = self.kernel.rows[side].slice(start, size)
                 of_side = self.kernel.keep(side, rows, size)
             sides.append(of_side)
+        # A panel has more examples than the block, which is cut from it.
         places = [self.grid.start(side, i) - begin for side, i in enumerate(pair)]
 
-        def run(sides: list[Rows], places: list) -> list[Array]:
+        def run(sides: list[Rows], places: list[Index]) -> list[Array]:
             first, second = (
                 rows.slice(place, size)
                 for rows, place, size in safe_zip(sides, places, self.grid.sizes)
@@ -117,15 +132,19 @@ class Tiles:
         states: States,
         pair: Int[Array, "2"],
         is_diagonal: bool,
-        kept: Sequence[Rows | None],
-        begin: Any = 0,
-        counts: Any = None,
+        kept: Kept,
+        begin: Index = 0,
+        counts: Array | None = None,
     ) -> States:
         """The states after a tile, with arguments as for `tile` and `update`."""
         recomputes = self._recomputes_updates(states.arrays)
 
         def run(
-            states: States, pair: Array, kept: Any, begin: Any, counts: Any
+            states: States,
+            pair: Array,
+            kept: Kept,
+            begin: Index,
+            counts: Array | None,
         ) -> States:
             tile = self.tile(pair, is_diagonal, kept, begin, recomputes=not recomputes)
             return self.update(states, tile, pair, is_diagonal, counts)
@@ -156,7 +175,7 @@ class Tiles:
         tile: CheckedTile,
         pair: Int[Array, "2"],
         is_diagonal: bool,
-        counts: Any = None,
+        counts: Array | None = None,
     ) -> States:
         """The states after a tile, and after its mirror image if there is one.
 
@@ -205,14 +224,17 @@ class Tiles:
         # Only on a mesh do tiles have other types than what they are written to.
         if self.grid.is_empty or (not reduces and get_abstract_mesh().empty):
             return states
+        # Shapes alone tell whether an update keeps them: nothing is computed.
         pair = jnp.zeros(2, jnp.int32)
 
         def step(states: States, first: Rows, second: Rows, pair: Array) -> States:
-            sides = enumerate(safe_zip((first, second), self.grid.sizes))
-            kept = [
-                self.kernel.keep(i, x.slice(0, size), size) for i, (x, size) in sides
-            ]
-            tile = self.tile(pair, self.grid.is_same, kept)
+            kept = (
+                self.kernel.keep(side, rows.slice(0, size), size)
+                for side, (rows, size) in enumerate(
+                    safe_zip((first, second), self.grid.sizes)
+                )
+            )
+            tile = self.tile(pair, self.grid.is_same, Kept(*kept))
             return self.update(states, tile, pair, True)
 
         before = jax.eval_shape(lambda x: x, states)
@@ -225,7 +247,12 @@ class Tiles:
         return jtu.tree_map(with_type_of, after, states)
 
     def with_panel(
-        self, states: States, first: Rows, second: Rows, index: Any, panel: Rows | None
+        self,
+        states: States,
+        first: Rows,
+        second: Rows,
+        index: Index,
+        panel: Rows | None,
     ) -> States:
         """The states after all tiles of a panel."""
         grid = self.grid
@@ -245,7 +272,7 @@ class Tiles:
 
         return _loop(step, states, range(1, (grid.num_panels + 1) // 2))
 
-    def _square(self, states: States, panel: Rows, index: Any) -> States:
+    def _square(self, states: States, panel: Rows, index: Index) -> States:
         """The states after the tiles of a panel with itself."""
         begin, height = self.grid.panel_start(index), self.grid.height
         for tiles, is_diagonal in self.grid.groups():
@@ -253,14 +280,14 @@ class Tiles:
             def step(
                 states: States, local: Array, is_diagonal: bool = is_diagonal
             ) -> States:
-                pair, kept = index * height + local, (panel, panel)
+                pair, kept = index * height + local, Kept(panel, panel)
                 return self.step(states, pair, is_diagonal, kept, begin)
 
             states = _loop(step, states, tiles)
         return states
 
     def _rectangle(
-        self, states: States, panel: Rows, index: Any, second: Rows, columns: Any
+        self, states: States, panel: Rows, index: Index, second: Rows, columns: _Numbers
     ) -> States:
         """The states after the tiles of a panel with some blocks of columns."""
         grid = self.grid
@@ -273,7 +300,7 @@ class Tiles:
 
             def step(states: States, local: Array) -> States:
                 pair = jnp.stack([index * grid.height + local, column])
-                return self.step(states, pair, False, (panel, kept), begin)
+                return self.step(states, pair, False, Kept(panel, kept), begin)
 
             return _loop(step, states, range(grid.height))
 
@@ -281,7 +308,7 @@ class Tiles:
 
 
 def _loop(
-    step: Callable[[States, Array], States], states: States, numbers: Any
+    step: Callable[[States, Array], States], states: States, numbers: _Numbers
 ) -> States:
     """The states after a step for each index, or for each pair of indices."""
     if len(numbers) == 0:

@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._base.trees import shown
 from .._batch.memory import check_size, MemoryBudget
+
+
+# The number of a block, which programs may compute.
+Index = int | Array
 
 
 class Tile(NamedTuple):
@@ -57,7 +62,7 @@ def check_block_size(size: BlockSize | str) -> BlockSize:
     return check_size("block_size", size)
 
 
-def _least(x: Any, y: int) -> Any:
+def _least(x: Index, y: int) -> Index:
     return min(x, y) if isinstance(x, int) else jnp.minimum(x, y)
 
 
@@ -135,12 +140,12 @@ class Grid:
         """Whether there are no tiles."""
         return 0 in (self.num(0), self.num(1))
 
-    def start(self, side: int, index: Any) -> Any:
+    def start(self, side: int, index: Index) -> Index:
         """The start of a block; the last one overlaps with the previous one."""
         size = self.sizes[side]
         return _least(index * size, self.totals[side] - size)
 
-    def panel_start(self, index: Any) -> Any:
+    def panel_start(self, index: Index) -> Index:
         """The start of a panel; the last one overlaps with the previous one."""
         first = index * self.height * self.sizes[0]
         return _least(first, self.totals[0] - self.panel_rows)

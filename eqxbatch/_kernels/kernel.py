@@ -5,8 +5,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,6 +25,7 @@ from .._base.platforms import platform
 from .._base.refs import without_refs
 from .._base.structs import is_struct, with_arrays
 from .._base.trees import safe_zip, shown
+from .._base.types import AnyArray
 from .._batch.blocks import block_struct
 from .._batch.memory import available_bytes, MemoryBudget
 from .._batch.rows import Rows
@@ -50,8 +52,38 @@ def room_of(sizes: Sizes | MemoryBudget) -> int:
     return 0 if isinstance(sizes, MemoryBudget) else available_bytes(1) // SHARE
 
 
-# The leaves and the structure of an output, with shapes for its arrays.
-Flat = tuple[tuple[Any, ...], jtu.PyTreeDef]
+class Flat(NamedTuple):
+    """An output of a kernel function, with shapes for its arrays."""
+
+    leaves: tuple[Any, ...]
+    treedef: Any
+
+    @property
+    def tree(self) -> PyTree:
+        return self.treedef.unflatten(self.leaves)
+
+    def with_arrays(self, arrays: Sequence) -> PyTree:
+        """The output with these arrays."""
+        return with_arrays(self.tree, arrays)
+
+
+class RowsOfSides(NamedTuple):
+    """The examples of both sides; a single object if they are the same."""
+
+    first: Rows
+    second: Rows
+
+    def structs(self, sizes: tuple[int, int]) -> "RowsOfSides":
+        """The shapes of blocks of both sides."""
+        first, second = (
+            Rows(
+                [block_struct(*x, size) for x in safe_zip(rows.arrays, rows.axes)],
+                rows.axes,
+                size,
+            )
+            for rows, size in safe_zip(self, sizes)
+        )
+        return RowsOfSides(first, second)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +184,7 @@ class TileMirror:
         if self.is_transpose:
             mirror = lambda leaf, x: jnp.conj(leaf.transposed(x))
             return of_pairs(self.leaves, mirror, tile)
-        arrays = jtu.tree_leaves(self.symmetric(_filled(self.out, tile)))
+        arrays = jtu.tree_leaves(self.symmetric(self.out.with_arrays(tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         for leaf, x, y in safe_zip(self.leaves, tile, mirrored):
             if not leaf.is_pairwise:
@@ -168,13 +200,7 @@ class TileMirror:
 
 def flattened(out: PyTree) -> Flat:
     leaves, treedef = jtu.tree_flatten(out)
-    return tuple(leaves), treedef
-
-
-def _filled(out: Flat, arrays: Sequence) -> PyTree:
-    """The output of the kernel function, with arrays in place of shapes."""
-    leaves, treedef = out
-    return with_arrays(jtu.tree_unflatten(treedef, leaves), arrays)
+    return Flat(tuple(leaves), treedef)
 
 
 class AbstractBlockKernel(eqx.Module):
@@ -211,7 +237,7 @@ class AbstractBlockKernel(eqx.Module):
     @property
     @abc.abstractmethod
     def out(self) -> Flat:
-        """The output of the kernel function, with shapes for its arrays."""
+        """The output of the kernel function."""
 
     @property
     @abc.abstractmethod
@@ -284,20 +310,13 @@ class AbstractBlockKernel(eqx.Module):
         """The number of examples whose factors can be kept."""
         return max(self.totals) if not bytes_of_one else self.room // bytes_of_one
 
-    def structs(self, sizes: tuple[int, int]) -> list[Rows]:
+    def structs(self, sizes: tuple[int, int]) -> RowsOfSides:
         """The shapes of blocks of both sides."""
-        return [
-            Rows(
-                [block_struct(*x, size) for x in safe_zip(rows.arrays, rows.axes)],
-                rows.axes,
-                size,
-            )
-            for rows, size in safe_zip(self.rows, sizes)
-        ]
+        return RowsOfSides(*self.rows).structs(sizes)
 
     def output(self, arrays: Sequence) -> PyTree:
         """The output of the kernel function, with these arrays."""
-        return _filled(self.out, arrays)
+        return self.out.with_arrays(arrays)
 
     @property
     def mirror(self) -> TileMirror:
@@ -337,7 +356,7 @@ class AbstractBlockKernel(eqx.Module):
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric."""
         if self.symmetric is True:
-            one = lambda leaf, x: leaf.back(_symmetrised(leaf.front(x)))
+            one = lambda leaf, x: leaf.back(_with_common_entries(leaf.front(x)))
             return of_pairs(self.leaves, one, tile)
         both = lambda _, x, y: _common(x, y)
         return of_pairs(self.leaves, both, tile, self.mirror(tile))
@@ -370,7 +389,9 @@ def _rounding_of(eqn: Eqn) -> float:
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
-def is_close(x: Any, y: Any, rounding: float, xp: Any = jnp) -> Any:
+def is_close(
+    x: AnyArray, y: AnyArray, rounding: float, xp: types.ModuleType = jnp
+) -> Any:
     """Whether arrays are equal within rounding, at the scale of rows and columns.
 
     A third of the digits count: steep functions of products with long sums lose the
@@ -396,7 +417,7 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
     return jnp.maximum(x, y)
 
 
-def _symmetrised(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
+def _with_common_entries(x: Shaped[Array, "n n ..."]) -> Shaped[Array, "n n ..."]:
     exchanged = lambda x: jnp.conj(jnp.swapaxes(x, 0, 1))
     return with_mirror_image(x, _common, exchanged)
 
@@ -429,7 +450,7 @@ def leaves_at(out_axes: PyTree, out: PyTree) -> list[KernelLeaf]:
     return leaves
 
 
-def is_axes(x: Any) -> bool:
+def is_axes(x: object) -> bool:
     """Whether `axes` is a pair of axes, not a PyTree of pairs."""
     return (
         isinstance(x, tuple)
@@ -441,6 +462,7 @@ def is_axes(x: Any) -> bool:
 
 
 def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf:
+    # What says nothing of rows and columns is a mistake in `out_axes`.
     shape = tuple(struct.shape)
     if not is_axes(axes):
         raise TypeError(
@@ -461,6 +483,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
             f"`out_axes` gives output{path} neither rows nor columns, so that there "
             "would be one for each block. Return it separately."
         )
+    # Samples have different numbers of rows and columns, which tell axes apart.
     resolved: list[int | None] = []
     for name, size, axis in safe_zip(("rows", "columns"), SAMPLE, axes):
         if axis is None:

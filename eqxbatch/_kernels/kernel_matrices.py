@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,23 +14,24 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Inexact, Int, Shaped
+from jaxtyping import Array, Inexact, Int, PyTree, Shaped
 
 from .._base.checks import check_equal
 from .._base.compile import compiled
 from .._base.mesh import gathered, within_mesh
 from .._base.platforms import platform
 from .._base.trees import described, safe_zip
-from .._base.types import as_jax
+from .._base.types import AnyArray, as_jax
 from .._batch.blocks import Block
 from .._batch.progress import AbstractProgressMeter
 from .._batch.reading import as_numpy
-from .._batch.store import in_threads
-from .batch_kernel import BatchKernel, computed, known, on_one_device
+from .._batch.store import AbstractStore, in_threads
+from .._batch.sums import Total
+from .batch_kernel import BatchKernel, computed, on_one_device, ready
 from .called import (
     AbstractKernelFunction,
-    block_kernel,
     CalledKernel,
+    FunctionCall,
     on_mesh_of_results,
 )
 from .collect import make_collectors
@@ -38,11 +39,11 @@ from .engine import run_tiles, Tiles
 from .grid import Grid, Sizes
 from .kernel import AbstractBlockKernel, compared_step, is_close
 from .on_devices import MeshAxis
-from .on_host import check_solve
+from .on_host import check_solve, Destination
 from .reductions import AbstractReduction, KernelProduct
 
 
-class AbstractMatrix(eqx.Module):
+class AbstractKernelMatrix(eqx.Module):
     """The matrix of a kernel that need not fit in memory.
 
     - `struct`: its shape and dtype.
@@ -53,7 +54,7 @@ class AbstractMatrix(eqx.Module):
     is_hermitian: bool = eqx.field(static=True)
 
     @abc.abstractmethod
-    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+    def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         """The product with vectors, of shape `(n2, k)`, or that of the transpose.
 
         For NumPy arrays, it is a NumPy array, in their dtype if JAX need not compute
@@ -73,7 +74,7 @@ class AbstractMatrix(eqx.Module):
         """One column; `index` is in range."""
 
 
-class _OfTranspose(AbstractReduction):
+class _OfTranspose(AbstractReduction[Total]):
     """The product of the transpose of a kernel with two axes."""
 
     is_sum: ClassVar[bool] = True
@@ -84,39 +85,40 @@ class _OfTranspose(AbstractReduction):
     def neutral(self) -> float:
         return self.reduction.neutral
 
-    def init(self, kernel: jax.ShapeDtypeStruct) -> Any:
+    def init(self, kernel: jax.ShapeDtypeStruct) -> Total:
         struct = jax.ShapeDtypeStruct(kernel.shape[::-1], kernel.dtype)
         return self.reduction.init(struct)
 
-    def update(self, state: Any, tile: Array, rows: Block, columns: Block) -> Any:
+    def update(self, state: Total, tile: Array, rows: Block, columns: Block) -> Total:
         return self.reduction.update(state, tile.T, columns, rows)
 
-    def merge(self, first: Any, second: Any) -> Any:
+    def merge(self, first: Total, second: Total) -> Total:
         return self.reduction.merge(first, second)
 
-    def finalize(self, state: Any) -> Any:
+    def finalize(self, state: Total) -> Any:
         return self.reduction.finalize(state)
 
 
-class ComputedMatrix(AbstractMatrix):
+class ComputedMatrix(AbstractKernelMatrix):
     """The matrix of a kernel function; each product computes its blocks anew.
 
     - `call`, `mesh_axis`: as for `computed`.
     - `sizes`: the sizes of its blocks on one device.
     """
 
-    call: CalledKernel
+    call: FunctionCall
     mesh_axis: MeshAxis | None
     sizes: Sizes = eqx.field(static=True)
 
-    def __init__(self, transform: BatchKernel, x1: Any, x2: Any, kwargs: dict):
+    def __init__(
+        self, transform: BatchKernel, x1: PyTree, x2: PyTree, kwargs: dict[str, PyTree]
+    ):
         self.mesh_axis = transform.row_axis
         # Copies, as the caller may change NumPy arrays later.
-        self.call = jtu.tree_map(as_jax, transform.called(x1, x2, **kwargs)())
-        on_device = on_one_device(self.call)
-        assert isinstance(on_device.sizes, tuple)
-        self.sizes = on_device.sizes
-        kernel = block_kernel(on_device)
+        self.call = jtu.tree_map(as_jax, transform.called(x1, x2, **kwargs))
+        kernel = on_one_device(self.call)
+        assert isinstance(kernel.sizes, tuple)
+        self.sizes = kernel.sizes
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
         ):
@@ -134,46 +136,46 @@ class ComputedMatrix(AbstractMatrix):
         is_known = mirror is True or (mirror is not None and is_ours)
         self.is_hermitian = kernel.is_same and is_known
 
-    def stored(self, store: Any, meter: AbstractProgressMeter | None) -> Any:
+    def stored(self, store: AbstractStore, meter: AbstractProgressMeter | None) -> Any:
         """The matrix in a store."""
         symmetric = True if self.is_hermitian else None
         call = dataclasses.replace(self.call, symmetric=symmetric)
-        return computed(known(call), self.mesh_axis, None, store, meter)
+        return computed(call, Destination(self.mesh_axis, None, store, meter))
 
-    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+    def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
             product = self.product(jnp.asarray(vectors), is_transposed=is_transposed)
             check_solve(product)  # A kernel function may close over traced arrays.
             return np.asarray(product)
         product = KernelProduct(vectors)
         reduce = _OfTranspose(product) if is_transposed else product
-        return computed(known(self.call), self.mesh_axis, reduce)
+        return computed(self.call, Destination(self.mesh_axis, reduce))
 
     def whole(self) -> Array:
-        return computed(known(self.call), self.mesh_axis)
+        return computed(self.call, Destination(self.mesh_axis))
 
     def diagonal(self) -> Array:
-        return _in_one_program(_diagonal, self._on_one_device)
+        return _compiled_entries(_diagonal_in_blocks, self._on_one_device)
 
     def column(self, index: Int[Array, ""]) -> Array:
-        return _in_one_program(_column, self._on_one_device, index)
+        return _compiled_entries(_column_in_blocks, self._on_one_device, index)
 
     @property
-    def _on_one_device(self) -> CalledKernel:
+    def _on_one_device(self) -> FunctionCall:
         return gathered(dataclasses.replace(self.call, sizes=self.sizes))
 
 
 @compiled
-def _in_one_program(
-    run: Callable[..., Array], call: CalledKernel, *args: Array
+def _compiled_entries(
+    run: Callable[..., Array], call: FunctionCall, *args: Array
 ) -> Array:
     with within_mesh(call):
-        kernel, _ = on_mesh_of_results(block_kernel(call), None)
+        kernel, _ = on_mesh_of_results(ready(call), None)
     with within_mesh(kernel):
         return run(kernel, *args)
 
 
-def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
+def _diagonal_in_blocks(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
     grid, leaf = kernel.grid, kernel.leaves[0]
     num = min(grid.totals)
     if num == 0:
@@ -193,12 +195,14 @@ def _diagonal(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
     return lax.scan(step, jnp.zeros(num, leaf.dtype), numbers)[0]
 
 
-def _column(kernel: AbstractBlockKernel, index: Int[Array, ""]) -> Shaped[Array, " n1"]:
+def _column_in_blocks(
+    kernel: AbstractBlockKernel, index: Int[Array, ""]
+) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid.sizes[0], 1), False, False)
     collectors, one = make_collectors(kernel, None), columns.slice(index, 1)
     column = run_tiles(kernel, grid, collectors, rows, one).arrays[0][:, 0]
-    is_alone = isinstance(kernel, CalledKernel) and kernel.is_alone
+    is_alone = isinstance(kernel, CalledKernel) and kernel.call.is_alone
     if not (is_alone and kernel.is_same):
         return column
     # Without `x2`, the function may add noise to the diagonal.
@@ -214,6 +218,13 @@ _AHEAD = 2
 
 # A tile, by its rows and columns.
 _Piece = tuple[slice, slice]
+
+
+class _TileSizes(NamedTuple):
+    """The numbers of rows and of columns of the tiles that are read."""
+
+    rows: int
+    columns: int
 
 
 class Reader:
@@ -237,15 +248,17 @@ class Reader:
         self.is_hermitian, self._is_checked = is_hermitian, is_checked
         self._sizes = self._tile_sizes()
 
-    def _tile_sizes(self) -> tuple[int, int]:
+    def _tile_sizes(self) -> _TileSizes:
         chunks = getattr(self.array, "chunks", None)
         if chunks is None:
             entries = platform().block_bytes // max(self.dtype.itemsize, 1)
             size = max(math.isqrt(entries), 1)
-            return size, size
+            return _TileSizes(size, size)
         rows, columns = (max(size, 1) for size in chunks)
         # The mirror image of a square tile is a tile, too.
-        return (min(rows, columns),) * 2 if self.is_hermitian else (rows, columns)
+        if self.is_hermitian:
+            rows = columns = min(rows, columns)
+        return _TileSizes(rows, columns)
 
     def _pieces(self) -> list[_Piece]:
         cuts = [
@@ -297,12 +310,12 @@ class Reader:
             tile = tile.astype(dtype, copy=False)
             if is_transposed and self.is_hermitian:
                 # The transpose of a Hermitian matrix is its conjugate.
-                tile = _conj(tile)
+                tile = _numpy_conj(tile)
             elif is_transposed:
                 rows, columns, tile = columns, rows, tile.T
             total[rows] += tile @ vectors[columns]
             if self.is_hermitian and rows != columns:
-                total[columns] += _conj(tile).T @ vectors[rows]
+                total[columns] += _numpy_conj(tile).T @ vectors[rows]
         return total
 
     def whole(self) -> Shaped[np.ndarray, "n m"]:
@@ -311,7 +324,7 @@ class Reader:
         for (rows, columns), tile in self._tiles():
             result[rows, columns] = tile
             if self.is_hermitian and rows != columns:
-                result[columns, rows] = _conj(tile).T
+                result[columns, rows] = _numpy_conj(tile).T
         return result
 
     def diagonal(self) -> Shaped[np.ndarray, " n"]:
@@ -329,7 +342,7 @@ class Reader:
         column = self._checked(self.array[:stop, index], [stop])
         if stop < rows:
             rest = self._checked(self.array[index, stop:], [rows - stop])
-            column = np.concatenate([column, _conj(rest)])
+            column = np.concatenate([column, _numpy_conj(rest)])
         return column.astype(self.dtype, copy=False)
 
 
@@ -340,14 +353,14 @@ def _check_hermitian(tile: Shaped[np.ndarray, "n n"]) -> None:
     if jnp.issubdtype(tile.dtype, jnp.inexact):
         rounding = float(jnp.finfo(tile.dtype).eps)
         sample = sample.astype(np.result_type(_multiplied(tile.dtype), np.float32))
-    if not is_close(sample, _conj(sample).T, rounding, np):
+    if not is_close(sample, _numpy_conj(sample).T, rounding, np):
         raise ValueError(
             "`symmetric=True` is not true of the stored kernel: a block of examples "
             "with themselves is not its mirror image within rounding. Leave it out."
         )
 
 
-def _conj(x: np.ndarray) -> np.ndarray:
+def _numpy_conj(x: np.ndarray) -> np.ndarray:
     """Like `np.conj`, but without a copy of real numbers."""
     return np.conj(x) if np.iscomplexobj(x) else x
 
@@ -375,7 +388,7 @@ def check_stored(array: Any) -> None:
         )
 
 
-class StoredMatrix(AbstractMatrix):
+class StoredMatrix(AbstractKernelMatrix):
     """A stored matrix, which the host reads in blocks and multiplies.
 
     - `source`: the matrix that it was computed from, if that is known. Columns are
@@ -392,7 +405,7 @@ class StoredMatrix(AbstractMatrix):
         self.struct = jax.ShapeDtypeStruct(reader.shape, dtype)
         self.is_hermitian = reader.is_hermitian
 
-    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+    def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
             return self.reader.product(vectors, is_transposed=is_transposed)
         dtype = jnp.result_type(self.struct.dtype, vectors.dtype)
@@ -426,7 +439,7 @@ class StoredMatrix(AbstractMatrix):
         height = self.reader.shape[0 if is_transposed else 1]
         dtype = np.dtype(vectors.dtype)
 
-        def run(vectors: Any) -> np.ndarray:
+        def run(vectors: AnyArray) -> np.ndarray:
             vectors = np.asarray(vectors)
             if vectors.dtype != dtype:
                 raise TypeError(
@@ -461,15 +474,15 @@ class StoredMatrix(AbstractMatrix):
         return jax.pure_callback(read, shape, index, vmap_method="sequential")
 
 
-class MatrixView(AbstractMatrix):
+class MatrixView(AbstractKernelMatrix):
     """The transpose of another matrix, its complex conjugate, or both."""
 
-    original: AbstractMatrix
+    original: AbstractKernelMatrix
     is_transposed: bool = eqx.field(static=True)
     is_conjugate: bool = eqx.field(static=True)
 
     @staticmethod
-    def of(matrix: AbstractMatrix, change: str) -> AbstractMatrix:
+    def of(matrix: AbstractKernelMatrix, change: str) -> AbstractKernelMatrix:
         """A matrix with one of the two changes more, or less if it has it already."""
         changes, struct = {"is_transposed": False, "is_conjugate": False}, matrix.struct
         if isinstance(matrix, MatrixView):
@@ -485,7 +498,7 @@ class MatrixView(AbstractMatrix):
     def _conj(self, x: Any) -> Any:
         return x.conj() if self.is_conjugate else x
 
-    def product(self, vectors: Any, *, is_transposed: bool = False) -> Any:
+    def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         is_transposed ^= self.is_transposed
         run = self.original.product
         return self._conj(run(self._conj(vectors), is_transposed=is_transposed))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,8 +22,8 @@ from .._base.trees import safe_zip
 from .._base.types import check_types
 from .._batch.rows import Rows
 from .collect import Collector, finalized, KernelOutput, make_collectors, States
-from .engine import run_tiles, Tiles
-from .grid import balanced, Grid, Tile
+from .engine import Kept, NOTHING_KEPT, run_tiles, Tiles
+from .grid import balanced, Grid, Index, Tile
 from .kernel import AbstractBlockKernel, KernelLeaf, of_pairs, SAMPLE
 
 
@@ -41,13 +41,13 @@ class MeshAxis(eqx.Module):
         return repr(self.name)
 
 
-def check_mesh(mesh: Any, axis: str | None) -> MeshAxis | None:
+def check_mesh(mesh: object, axis: str | None) -> MeshAxis | None:
     """The selected mesh axis, or None without a mesh."""
     if mesh is None and axis is None:
         return None
     hints = {"mesh": Mesh | None, "mesh_axis": str | None}
     check_types({"mesh": mesh, "mesh_axis": axis}, hints)
-    if mesh is None:
+    if not isinstance(mesh, Mesh):
         raise ValueError(
             f"`mesh_axis` is {axis!r}, but there is no `mesh`. Pass a mesh, or leave "
             "the axis out."
@@ -71,7 +71,7 @@ def on_mesh(
     if kernel.grid.is_empty:
         states = States([collector.init(kernel.totals) for collector in collectors])
     elif reduce is None:
-        states = _written(kernel, mesh_axis)
+        states = _in_panels(kernel, mesh_axis)
     else:
         states = _reduced((kernel, reduce), collectors, mesh_axis)
     return finalized(kernel, collectors, states)
@@ -96,7 +96,7 @@ def check_closed_over(kernel: AbstractBlockKernel) -> None:
             )
 
 
-def on_devices(
+def on_each_device(
     run: Callable[[Any], Any], operands: PyTree, mesh_axis: MeshAxis, out_specs: Any
 ) -> Any:
     """The results of `run(operands)` on each device."""
@@ -114,6 +114,13 @@ def on_devices(
     )(dynamic)
 
 
+class _Share(NamedTuple):
+    """The tiles of one device, and whether each counts, or is a repeated one."""
+
+    pair: Array
+    counts: Array
+
+
 def _reduced(
     operands: tuple[AbstractBlockKernel, PyTree],
     collectors: Sequence[Collector],
@@ -122,14 +129,15 @@ def _reduced(
     """Each device reduces a share of the tiles of a kernel."""
     num, grid = mesh_axis.num, operands[0].grid
 
-    def share(tiles: list[Tile]) -> tuple[Array, Array]:
+    def share(tiles: list[Tile]) -> _Share:
         """An equal share of tiles; the last one may not count."""
         missing = -len(tiles) % num
         padded = [*tiles, *[Tile(0, 0)] * missing]
         counts = [True] * len(tiles) + [False] * missing
         index = lax.axis_index(mesh_axis.name)
         pair = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
-        return pair[:, index], jnp.array(counts, bool).reshape(-1, num)[:, index]
+        counted = jnp.array(counts, bool).reshape(-1, num)
+        return _Share(pair[:, index], counted[:, index])
 
     def run(operands: tuple[AbstractBlockKernel, PyTree]) -> States:
         kernel, reduce = operands
@@ -139,22 +147,23 @@ def _reduced(
         for places, is_diagonal in grid.groups():
 
             def step(
-                states: States, now: tuple, is_diagonal: bool = is_diagonal
+                states: States, now: _Share, is_diagonal: bool = is_diagonal
             ) -> tuple[States, None]:
-                pair, counts = now
-                return tiles.step(states, pair, is_diagonal, kept, 0, counts), None
+                after = tiles.step(states, now.pair, is_diagonal, kept, 0, now.counts)
+                return after, None
 
             if places:
-                pair, counts = share(places)
-                states, _ = lax.scan(step, states, (pair, counts))
-                always = pair[0, 0] >= 0
+                of_device = share(places)
+                states, _ = lax.scan(step, states, of_device)
+                always = of_device.pair[0, 0] >= 0
         leaves, treedef = jtu.tree_flatten(states)
         # XLA removes a scan of one step, and then mixes its writes with what follows.
         leaves = [x[None] for x in materialised(leaves, always)]
         return jtu.tree_unflatten(treedef, leaves)
 
+    # The first axis of each state is that of the devices, whose states are merged.
     spread = PartitionSpec(mesh_axis.name)
-    parts = on_devices(run, operands, mesh_axis, spread)
+    parts = on_each_device(run, operands, mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
     merged = []
     for collector, part in safe_zip(collectors, parts.arrays):
@@ -168,19 +177,17 @@ def _everywhere(flags: Bool[Array, " devices"] | None) -> Bool[Array, ""] | None
     return None if flags is None else jnp.all(flags)
 
 
-def _all_kept(
-    kernel: AbstractBlockKernel, grid: Grid
-) -> tuple[Rows | None, Rows | None]:
+def _all_kept(kernel: AbstractBlockKernel, grid: Grid) -> Kept:
     """The factors of all examples, since a device may need any, unless too large."""
     sides = (0,) if kernel.is_same else (0, 1)
     size = sum(kernel.bytes_kept[side] * kernel.totals[side] for side in sides)
     if size > kernel.room:
-        return None, None
+        return NOTHING_KEPT
     kept = [kernel.keep(side, kernel.rows[side], grid.sizes[side]) for side in sides]
-    return kept[0], kept[-1]
+    return Kept(kept[0], kept[-1])
 
 
-def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> States:
+def _in_panels(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> States:
     """Each device has a panel of rows; in the last one, some may not count."""
     grid, num = kernel.grid, mesh_axis.num
     run = functools.partial(_panel, mesh_axis)
@@ -193,9 +200,10 @@ def _written(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> States:
             row = 0  # All devices have the same, along a new first axis.
         specs.append(PartitionSpec(*[None] * row, mesh_axis.name))
     of_flags: Any = PartitionSpec(mesh_axis.name)
-    arrays, flags = on_devices(run, kernel, mesh_axis, States(specs, of_flags))
+    arrays, flags = on_each_device(run, kernel, mesh_axis, States(specs, of_flags))
     if flags is not None:
         flags = replicated(flags, mesh_axis.mesh)
+    # Padding of the last panel is cut off, and what devices share is taken once.
     size = -(-grid.totals[0] // num) * num
     results = []
     for leaf, x in safe_zip(kernel.leaves, arrays):
@@ -230,10 +238,10 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
         cut = Grid(totals, size, is_diagonal, grid.is_symmetric and is_diagonal)
         return run_tiles(kernel, cut, collectors, first, second, kept)
 
-    def panel(number: Any, start: Any = 0, size: int = height) -> Rows:
+    def panel(number: Index, start: Index = 0, size: int = height) -> Rows:
         indices = number * height + start + jnp.arange(size, dtype=jnp.int32)
         # If there are too few examples, the last one is repeated.
-        return _taken(rows, jnp.minimum(indices, total - 1))
+        return _taken_rows(rows, jnp.minimum(indices, total - 1))
 
     def opposite() -> list[Array]:
         """The kernel with the opposite panel; the two devices compute a half each."""
@@ -275,7 +283,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
         kept = kernel.keep(0, mine, size)
     diagonal, is_symmetric = block(mine, mine, True, kept)
 
-    def placed(results: list[Array], part: list[Array], number: Any) -> list[Array]:
+    def placed(results: list[Array], part: list[Array], number: Index) -> list[Array]:
         """The rows of this device, with the columns of the panel of some device."""
         put = lambda leaf, whole, x: leaf.written(whole, x, 0, number * height)
         return of_pairs(kernel.leaves, put, results, part)
@@ -297,11 +305,13 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
     return States(results, None if is_symmetric is None else is_symmetric[None])
 
 
-def _sent(tile: list[Array], mesh_axis: MeshAxis, pairs: list) -> list[Array]:
+def _sent(
+    tile: list[Array], mesh_axis: MeshAxis, pairs: list[tuple[int, int]]
+) -> list[Array]:
     return [lax.ppermute(x, mesh_axis.name, pairs) for x in tile]
 
 
-def _taken(rows: Rows, index: Array) -> Rows:
+def _taken_rows(rows: Rows, index: Array) -> Rows:
     arrays = [
         x[(*[slice(None)] * axis, index)]
         for x, axis in safe_zip(rows.arrays, rows.axes)

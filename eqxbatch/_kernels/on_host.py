@@ -5,7 +5,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -33,13 +33,26 @@ from .._batch.store import (
     in_threads,
     StoredArray,
 )
-from .called import block_kernel, on_mesh_of_results
+from .called import on_mesh_of_results
 from .collect import checked_output, finalized, make_collectors, NOT_SYMMETRIC, States
-from .engine import Tiles
+from .engine import Kept, NOTHING_KEPT, Tiles
 from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelLeaf
-from .on_devices import check_closed_over, MeshAxis, on_devices
+from .on_devices import check_closed_over, MeshAxis, on_each_device
 from .sides import Stored
+
+
+class Destination(NamedTuple):
+    """Where the blocks of a kernel go, with settings as for `BatchKernel`."""
+
+    mesh_axis: MeshAxis | None = None
+    reduce: PyTree = None
+    store: AbstractStore | Literal["device"] = "device"
+    meter: AbstractProgressMeter | None = None
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return None if self.mesh_axis is None else self.mesh_axis.mesh
 
 
 _ON_DEVICE = "use `store='device'` without `progress` and `tol`, and examples in memory"
@@ -69,12 +82,19 @@ def check_solve(call: PyTree) -> None:
     )
 
 
+class _BlockKey(NamedTuple):
+    """A block of one side, by its number."""
+
+    side: int
+    number: int
+
+
 class _Blocks:
     """The factors of blocks of examples on the device, for as many as fit.
 
     Examples that are not in memory are kept if there are no factors.
 
-    - `stored`: what is read for blocks of each side, as `detached` returns it.
+    - `stored`: what is read for blocks of each side, or None.
     - `digests`: of the blocks as read last, by side and number, for stores in which
         runs are resumed; or None.
     """
@@ -90,7 +110,7 @@ class _Blocks:
         self.has_factors, self.stored = any(kernel.bytes_kept), stored or (None, None)
         self.digests: dict | None = {} if resumes and stored else None
         self._structs = kernel.structs(self.grid.sizes)
-        self._blocks: dict[tuple[int, int], Rows] = {}
+        self._blocks: dict[_BlockKey, Rows] = {}
         sizes = [
             n * x.total if self.has_factors else num_bytes(x.arrays)
             for n, x in safe_zip(kernel.bytes_kept, self._structs)
@@ -102,15 +122,16 @@ class _Blocks:
         # The blocks of a panel, beside which one of columns fits.
         self._height = max(most - 1, IN_FLIGHT + 1 if is_of_budget else 1)
 
-    def of(self, tile: Tile) -> tuple[Rows | None, Rows | None]:
+    def of(self, tile: Tile) -> Kept:
         """What is kept of a tile's two blocks; None to compute it with the tile."""
         row, column = self._keys(tile)
-        return self._block(row, tile), self._block(column, tile)
+        return Kept(self._block(row, tile), self._block(column, tile))
 
-    def _keys(self, tile: Tile) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (0, tile.row), (0 if self.grid.is_same else 1, tile.column)
+    def _keys(self, tile: Tile) -> list[_BlockKey]:
+        second = 0 if self.grid.is_same else 1
+        return [_BlockKey(0, tile.row), _BlockKey(second, tile.column)]
 
-    def _block(self, key: tuple[int, int], tile: Tile) -> Rows | None:
+    def _block(self, key: _BlockKey, tile: Tile) -> Rows | None:
         side, number = key
         if key not in self._blocks and (self.has_factors or self.stored[side]):
             if len(self._blocks) > self._height:
@@ -126,16 +147,16 @@ class _Blocks:
                 rows = Rows(arrays, self._structs[side].axes, self.grid.sizes[side])
             if self.has_factors:
                 index = jnp.asarray(number, jnp.int32)
-                rows = _kept((self.kernel, side, rows), index)
+                rows = _kept(_OfBlock(self.kernel, side, rows), index)
             assert rows is not None
             self._blocks[key] = rows
         return self._blocks.get(key)
 
-    def _read(self, key: tuple[int, int]) -> list:
+    def _read(self, key: _BlockKey) -> list:
         """A block of examples that are not in memory."""
         stored = self.stored[key[0]]
         assert stored is not None
-        arrays = stored.read(self.grid.start(*key), self._structs[key[0]])
+        arrays = stored.read(int(self.grid.start(*key)), self._structs[key[0]])
         if self.digests is not None:
             # Of the latest ones, which the next tiles are computed from.
             self.digests[key] = digest(arrays)
@@ -163,8 +184,16 @@ class _Blocks:
         return sorted(tiles, key=lambda t: (t.row // self._height, t.column, t.row))
 
 
+class _OfBlock(NamedTuple):
+    """A kernel, a side of it, and the examples of a block, if these were read."""
+
+    kernel: AbstractBlockKernel
+    side: int
+    rows: Rows | None
+
+
 @functools.partial(compiled, waits=False)
-def _kept(operands: tuple, number: Array) -> Rows:
+def _kept(operands: _OfBlock, number: Array) -> Rows:
     kernel, side, rows = operands
     grid, size = kernel.grid, kernel.grid.sizes[side]
     if rows is None:
@@ -172,26 +201,23 @@ def _kept(operands: tuple, number: Array) -> Rows:
     return kernel.keep(side, rows, size)
 
 
-def in_turn(
+def tile_by_tile(
     kernel: AbstractBlockKernel,
     stored: Sequence[Stored | None],
-    reduce: PyTree,
-    meter: AbstractProgressMeter | None,
+    destination: Destination,
 ) -> PyTree:
     """The collected arrays of a kernel on one device, one tile at a time."""
-    check_concrete(kernel, "`progress`")
-    kernel = block_kernel(kernel)
-    grid = kernel.grid
+    grid, reduce = kernel.grid, destination.reduce
     collectors = make_collectors(kernel, reduce)
-    states, _ = _initial(kernel, reduce)
+    states = _initial(kernel, reduce).states
     blocks = _Blocks(kernel, stored)
     tiles = blocks.ordered([*grid.pairs(), *grid.diagonal()])
-    with metered(meter, len(tiles), 0) as step:
+    with metered(destination.meter, len(tiles), 0) as step:
         waiting: collections.deque = collections.deque()
         for tile in tiles:
             pair = jnp.array(tile, jnp.int32)
             is_diagonal = grid.is_diagonal(tile)
-            operands = (kernel, reduce, is_diagonal, pair, blocks.of(tile))
+            operands = _Step(kernel, reduce, is_diagonal, pair, blocks.of(tile))
             states, num_nans = _step(operands, states)
             # At most two tiles are being computed, with the blocks that these need.
             waiting.append(num_nans)
@@ -207,25 +233,43 @@ def _tiles(kernel: AbstractBlockKernel, reduce: PyTree) -> Tiles:
     return Tiles(kernel, kernel.grid, make_collectors(kernel, reduce))
 
 
+class _Stepped(NamedTuple):
+    """The states after a tile, and its number of NaNs."""
+
+    states: States
+    num_nans: Array
+
+
 @compiled
-def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> tuple[States, Array]:
+def _initial(kernel: AbstractBlockKernel, reduce: PyTree) -> _Stepped:
+    """The states before the first tile."""
     tiles = _tiles(kernel, reduce)
     rows, structs = tiles.kernel.rows, tiles.kernel.structs(tiles.grid.sizes)
     blocks = [y if x.are_stored else x for x, y in safe_zip(rows, structs)]
     with within_mesh(rows):
         # JAX finds the devices of the states by the examples, if some result has any.
-        return tiles.initial(*blocks), rows[0].arrays[0][:0]
+        return _Stepped(tiles.initial(*blocks), rows[0].arrays[0][:0])
+
+
+class _Step(NamedTuple):
+    """A tile of a kernel, and what is kept for it."""
+
+    kernel: AbstractBlockKernel
+    reduce: PyTree
+    is_diagonal: bool
+    pair: Array
+    kept: Kept
 
 
 @functools.partial(compiled, donate="all-except-first", waits=False)
-def _step(operands: tuple, states: States) -> tuple[States, Array]:
-    """The states after a tile, updated in place, and its number of NaNs."""
+def _step(operands: _Step, states: States) -> _Stepped:
+    """The states after a tile, updated in place."""
     kernel, reduce, is_diagonal, pair, kept = operands
     tiles = _tiles(kernel, reduce)
     tile = tiles.tile(pair, is_diagonal, kept)
     num_nans = tiles.num_nans(tile.arrays, pair, is_diagonal)
     with within_mesh(tile.arrays):
-        return tiles.update(states, tile, pair, is_diagonal), num_nans
+        return _Stepped(tiles.update(states, tile, pair, is_diagonal), num_nans)
 
 
 class _Team:
@@ -295,29 +339,31 @@ class _Team:
 def to_store(
     kernel: AbstractBlockKernel,
     stored: Sequence[Stored | None],
-    store: AbstractStore,
-    meter: AbstractProgressMeter | None,
-    mesh_axis: MeshAxis | None,
+    destination: Destination,
 ) -> PyTree:
     """The arrays of a kernel, in a store."""
-    check_concrete(kernel, "a `store`")
-    team = _Team(mesh_axis, store)
-    # Devices compute tiles on a mesh of their own, or alone.
+    store, meter = destination.store, destination.meter
+    assert isinstance(store, AbstractStore)
+    team = _Team(destination.mesh_axis, store)
+    arrays = _stored_arrays(kernel.leaves, kernel.grid)
+    mark = lambda: _fingerprint(kernel)
+    writer = team.begin(functools.partial(store.begin, arrays, mark))
+    with contextlib.closing(writer):
+        resumes = not isinstance(store, HostStore)
+        blocks = _Blocks(kernel, stored, resumes=resumes)
+        team.together(lambda: _write(blocks, arrays, writer, meter, team))
+        return kernel.output(writer.finish())
+
+
+@contextlib.contextmanager
+def on_no_mesh() -> Iterator[None]:
+    """A context for tiles, which devices compute on a mesh of their own, or alone."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(jax.set_mesh(Mesh(np.empty((), dtype=object), ())))
         except ValueError as e:  # The kernel function may close over traced arrays.
             raise _transformed("a `store`") from e
-        kernel = block_kernel(kernel)
-        leaves, grid = kernel.leaves, kernel.grid
-        arrays = _stored_arrays(leaves, grid)
-        mark = lambda: _fingerprint(kernel)
-        writer = team.begin(functools.partial(store.begin, arrays, mark))
-        with contextlib.closing(writer):
-            resumes = not isinstance(store, HostStore)
-            blocks = _Blocks(kernel, stored, resumes=resumes)
-            team.together(lambda: _write(blocks, arrays, writer, meter, team))
-            return kernel.output(writer.finish())
+        yield
 
 
 def _stored_arrays(leaves: Sequence[KernelLeaf], grid: Grid) -> list[StoredArray]:
@@ -384,7 +430,7 @@ def _write(
                 group = tiles[start : start + num]
                 parts = [wanted[tile] for tile in group]
                 has_mirror = any(i >= len(leaves) for part in parts for i, _ in part)
-                task = kernel, is_diagonal, has_mirror, meter is not None
+                task = _Task(kernel, is_diagonal, has_mirror, meter is not None)
                 results = _computed(task, group, team.devices, blocks)
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
@@ -392,13 +438,13 @@ def _write(
 
     with (
         metered(meter, len(tiles), len(tiles) - len(left)) as step,
-        contextlib.closing(in_threads(_written, computed(), IN_FLIGHT)) as written,
+        contextlib.closing(in_threads(_write_tiles, computed(), IN_FLIGHT)) as written,
     ):
         for num_nans in itertools.chain.from_iterable(written):
             step(num_nans)
 
 
-def _written(
+def _write_tiles(
     writer: AbstractWriter,
     arrays: list[StoredArray],
     wanted: list[list[tuple[int, Chunk]]],
@@ -418,14 +464,20 @@ def _written(
     return [int(num_nans) for num_nans, _ in numbers]
 
 
-# A kernel, whether a tile is of a block with itself, whether it has a mirror image, and
-# whether its NaNs are counted.
-_Task = tuple[AbstractBlockKernel, bool, bool, bool]
+class _Task(NamedTuple):
+    """Tiles of one kind to compute of a kernel.
+
+    - `is_diagonal`: whether they are of blocks with themselves.
+    - `has_mirror`: whether their mirror images are wanted, too.
+    """
+
+    kernel: AbstractBlockKernel
+    is_diagonal: bool
+    has_mirror: bool
+    counts_nans: bool
 
 
-def _results(
-    task: _Task, pair: Array, kept: Sequence[Rows | None] = (None, None)
-) -> list[Array]:
+def _results(task: _Task, pair: Array, kept: Kept = NOTHING_KEPT) -> list[Array]:
     """The arrays of a tile and of its mirror image, and two numbers.
 
     These are its number of NaNs, and 1 if it should be symmetric, but is not.
@@ -453,29 +505,29 @@ def tile_program(
     `blocks` has the examples of each side that are not in memory.
     """
     grid, pair = kernel.grid, jnp.zeros(2, jnp.int32)
-    kept = [
+    kept = (
         None if x is None else kernel.keep(side, x, x.total)
         for side, x in enumerate(blocks)
-    ]
-    task = kernel, grid.is_same, grid.is_symmetric, False
-    return _results(task, pair, kept)
+    )
+    task = _Task(kernel, grid.is_same, grid.is_symmetric, counts_nans=False)
+    return _results(task, pair, Kept(*kept))
 
 
 @functools.partial(compiled, waits=False)
 def _tiles_on_devices(task: _Task, pair: Array, mesh_axis: MeshAxis) -> list[Array]:
     """Like `_tile`, for one tile on each device, along a new first axis."""
-    check_closed_over(task[0])
+    check_closed_over(task.kernel)
 
-    def run(operands: tuple) -> list[Array]:
+    def run(operands: tuple[_Task, Array]) -> list[Array]:
         task, pair = operands
         tile = pair[lax.axis_index(mesh_axis.name)]
         return [x[None] for x in _results(task, tile)]
 
-    return on_devices(run, (task, pair), mesh_axis, PartitionSpec(mesh_axis.name))
+    return on_each_device(run, (task, pair), mesh_axis, PartitionSpec(mesh_axis.name))
 
 
 def _computed(
-    task: _Task, group: Sequence[Tile], devices: list, blocks: _Blocks
+    task: _Task, group: Sequence[Tile], devices: Sequence[Any], blocks: _Blocks
 ) -> list[list[Array]]:
     """The results for each tile of a group, one for each device."""
     if len(devices) < 2:
@@ -500,11 +552,11 @@ def _fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
     programs = [kernel.program(first, second)]
     if grid.is_same:
         programs.append(kernel.program(first, None))
+    # How blocks below the diagonal follow from those above it is a part, too.
     symmetric = None
     if grid.is_symmetric:
         symmetric = "transpose"
         if not kernel.mirror.is_transpose:
-            # How blocks below the diagonal follow from those above it.
             tile = [leaf.struct(grid.sizes) for leaf in kernel.leaves]
             run = lambda tile: kernel.mirror(tile)
             programs.append(eqx.filter_make_jaxpr(run)(tile)[0])

@@ -18,7 +18,7 @@ from .._batch.store import AbstractStore
 from .._batch.zarr_store import as_store, Store
 from .batch_kernel import BatchKernel
 from .kernel_matrices import (
-    AbstractMatrix,
+    AbstractKernelMatrix,
     check_stored,
     ComputedMatrix,
     MatrixView,
@@ -104,7 +104,7 @@ class KernelOperator(AbstractTaggedOperator):
     """
 
     tags: frozenset = eqx.field(static=True)
-    matrix: AbstractMatrix
+    matrix: AbstractKernelMatrix
 
     @checked
     def __init__(
@@ -126,15 +126,16 @@ class KernelOperator(AbstractTaggedOperator):
                 "`progress` is for computing a kernel into a `store`, and there is "
                 "none. Leave it out, or pass `store='host'`."
             )
+        # All other keyword arguments are those of the kernel function.
         settings = {name: kwargs.pop(name) for name in _SETTINGS if name in kwargs}
         if x1 is None:
             others = {**settings, "x2": x2, "store": is_stored, **kwargs}
-            self.matrix = _read(kernel, symmetric, others)
+            self.matrix = _stored_matrix(kernel, symmetric, others)
         else:
             settings = {"block_size": None, **settings}
             transform = BatchKernel(kernel, symmetric=symmetric, **settings)
             computed = ComputedMatrix(transform, x1, x2, kwargs)
-            reads = any(side.stored for side in computed.call.sides)
+            reads = computed.call.has_stored
             if reads and not is_stored:
                 raise ValueError(
                     "Examples that are not in memory are read once, to compute the "
@@ -144,6 +145,7 @@ class KernelOperator(AbstractTaggedOperator):
             if is_stored:
                 reader = Reader(computed.stored(store, meter), computed.is_hermitian)
                 self.matrix = StoredMatrix(reader, None if reads else computed)
+        # What is known of the kernel is said to lineax, for its solvers to choose by.
         self.tags = as_tags(tags)
         triangular = {lineax.lower_triangular_tag, lineax.upper_triangular_tag}
         if self.tags & triangular:
@@ -203,7 +205,9 @@ class KernelOperator(AbstractTaggedOperator):
         return jax.ShapeDtypeStruct(struct.shape[:1], struct.dtype)
 
 
-def _read(array: Any, symmetric: bool | None, others: dict[str, Any]) -> StoredMatrix:
+def _stored_matrix(
+    array: Any, symmetric: bool | None, others: dict[str, Any]
+) -> StoredMatrix:
     """The matrix of a kernel that is stored already."""
     check_stored(array)
     names = [name for name, x in others.items() if x is not None and x is not False]
@@ -222,7 +226,7 @@ def _read(array: Any, symmetric: bool | None, others: dict[str, Any]) -> StoredM
 
 
 @lineax.materialise.register(KernelOperator)
-def _materialise(operator: KernelOperator) -> lineax.AbstractLinearOperator:
+def _whole_kernel(operator: KernelOperator) -> lineax.AbstractLinearOperator:
     return lineax.MatrixLinearOperator(operator.as_matrix(), operator.tags)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -36,65 +36,75 @@ Keys = OneKey | tuple[OneKey, ...] | list[OneKey]
 KEY_REMEDY = {"key": "`jax.random.key(seed)` makes one."}
 
 
-# The examples of one side: `x`, keys, and keyword arguments.
-SideArguments = tuple[PyTree, Any, dict[str, Any]]
+class Examples(NamedTuple):
+    """The arguments of a call of a kernel: `x1`, `x2`, `key`, and by keyword."""
+
+    x1: PyTree
+    x2: PyTree
+    key: Any
+    kwargs: dict[str, Any]
+
+    def in_sides(self, in_axes: PyTree, kwargs_axes: dict[str, PyTree]) -> "InSides":
+        """The sides, without rows of arrays that are not in memory."""
+        sides, shared = self.split(in_axes, kwargs_axes)
+        return InSides([*map(_with_stored, sides)], shared)
+
+    def split(self, in_axes: PyTree, kwargs_axes: dict[str, PyTree]) -> "InSides":
+        """The examples of the two sides, or of one if both are the same.
+
+        It must see the objects of the call: within a program, they are not the same
+        any more.
+        """
+        x1, x2, key, kwargs = self
+        # Pairs of arrays belong to the examples, and all else to the function.
+        pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
+        shared = {name: x for name, x in kwargs.items() if name not in pairs}
+        has_one_x = x2 is None or x2 is x1
+        for name, (_, second) in pairs.items():
+            if second is None and not has_one_x:
+                raise ValueError(
+                    f"`{name}` must be a pair of arrays for the examples of `x1` and "
+                    "of `x2`; got None for those of `x2`, which is for calls without "
+                    "`x2`."
+                )
+        # Both sides are the same only if nothing at all differs, keys included.
+        keys = _key_pair(key, has_one_x)
+        are_one = (x is None or x is first for first, x in pairs.values())
+        is_same = has_one_x and keys.first is keys.second and all(are_one)
+        axes = in_axes, kwargs_axes
+        first = {name: pair[0] for name, pair in pairs.items()}
+        sides = [Side(x1, keys.first, first, *axes, is_second=False)]
+        if not is_same:
+            second = {name: x if y is None else y for name, (x, y) in pairs.items()}
+            x2 = x1 if x2 is None else x2
+            sides.append(Side(x2, keys.second, second, *axes, is_second=True))
+        return InSides(sides, shared)
 
 
-def examples_of(
-    x1: PyTree, x2: PyTree, key: Any, kwargs: dict[str, Any]
-) -> tuple[list[SideArguments], dict[str, Any]]:
-    """The examples of the two sides of a call, or of one if they are equal.
+class InSides(NamedTuple):
+    """The sides of a call, one if both are the same, and the arguments they share."""
 
-    And the arguments that are shared. It must see the objects of the call: within a
-    program, they are not the same any more.
-    """
-    pairs = {name: x for name, x in kwargs.items() if is_pair(x)}
-    shared = {name: x for name, x in kwargs.items() if name not in pairs}
-    is_one = x2 is None or x2 is x1
-    for name, (_, second) in pairs.items():
-        if second is None and not is_one:
-            raise ValueError(
-                f"`{name}` must be a pair of arrays for the examples of `x1` and of "
-                "`x2`; got None for those of `x2`, which is for calls without `x2`."
-            )
-    keys = _key_pair(key, is_one)
-    is_same = (
-        is_one
-        and keys[0] is keys[1]
-        and all(second is None or second is first for first, second in pairs.values())
-    )
-    first = {name: pair[0] for name, pair in pairs.items()}
-    sides: list[SideArguments] = [(x1, keys[0], first)]
-    if not is_same:
-        second = {name: x if y is None else y for name, (x, y) in pairs.items()}
-        sides.append((x1 if x2 is None else x2, keys[1], second))
-    return sides, shared
+    sides: list["Side"]
+    shared: dict[str, Any]
 
 
-def are_stored(tree: PyTree) -> bool:
-    """Whether some arrays are not in memory."""
-    return any(map(is_stored, jtu.tree_leaves(tree)))
-
-
-def make_sides(
-    sides: list[SideArguments], in_axes: PyTree, kwargs_axes: dict[str, PyTree]
-) -> list["Side"]:
-    """The sides of a call, without rows if they are not in memory."""
-    axes = in_axes, kwargs_axes
-    numbered = enumerate(sides)
-    return [_with_stored(Side(*side, *axes, is_second=i > 0)) for i, side in numbered]
-
-
-def is_pair(x: Any) -> bool:
+def is_pair(x: object) -> bool:
     """Whether a keyword argument has arrays for each of the two sides."""
     is_two = type(x) is tuple and len(x) == 2
     is_array = lambda leaf: isinstance(leaf, (jax.Array, np.ndarray)) or is_stored(leaf)
     return is_two and any(map(is_array, jtu.tree_leaves(x)))
 
 
-def _key_pair(key: Any, is_one: bool) -> tuple:
+class _KeyPair(NamedTuple):
+    """The keys of the two sides."""
+
+    first: Any
+    second: Any
+
+
+def _key_pair(key: Any, has_one_x: bool) -> _KeyPair:
     if key is None:
-        return None, None
+        return _KeyPair(None, None)
     check_types({"key": key}, {"key": Keys}, KEY_REMEDY)
     if isinstance(key, (tuple, list)):
         if len(key) != 2:
@@ -102,10 +112,10 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
                 "`key` must be one key, or a pair of them for the two sides; got "
                 f"{len(key)} keys."
             )
-        return tuple(key)
+        return _KeyPair(*key)
     is_single = isinstance(key, (jax.Array, np.ndarray)) and _is_single(key)
-    if is_one and not is_single:
-        return key, key
+    if has_one_x and not is_single:
+        return _KeyPair(key, key)
     if not is_single:
         raise ValueError(
             f"`key` must be one key, or a pair of them for the two sides; got "
@@ -113,11 +123,18 @@ def _key_pair(key: Any, is_one: bool) -> tuple:
         )
     # Without `x2`, `x1` has the keys that it has with one.
     first, second = jr.split(key)
-    return first, first if is_one else second
+    return _KeyPair(first, first if has_one_x else second)
 
 
 def _is_single(key: AnyArray) -> bool:
     return key.ndim == (0 if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else 1)
+
+
+class SideArguments(NamedTuple):
+    """What a function is called with for the examples of one side."""
+
+    x: PyTree
+    kwargs: dict[str, Any]
 
 
 class Stored:
@@ -149,7 +166,10 @@ def each_key(key: Any, total: int) -> Any:
     return jr.split(key, total) if key is not None and _is_single(key) else key
 
 
-class Side(eqx.Module):
+# Not a Module, which takes many times as long to make, in each call of a kernel.
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Side:
     """The examples of one side, and how to call a model with one of them.
 
     - `x`, `key`, `kwargs`: the arguments that have the examples.
@@ -160,12 +180,12 @@ class Side(eqx.Module):
     """
 
     x: PyTree
-    key: Array | None
+    key: Any
     kwargs: dict[str, Any]
     in_axes: PyTree
     kwargs_axes: dict[str, PyTree]
     is_second: bool = eqx.field(static=True)
-    stored: Stored | None = None
+    stored: Any = None
     total: int | None = eqx.field(static=True, default=None)
 
     @functools.cached_property
@@ -210,10 +230,10 @@ class Side(eqx.Module):
         shapes = [(x.shape[:axis] + x.shape[axis + 1 :], x.dtype) for x, axis in rows]
         return batch.treedef, shared, batch.axes, shapes
 
-    def arguments(self, rows: list) -> tuple[PyTree, dict[str, Any]]:
+    def arguments(self, rows: list[Any]) -> SideArguments:
         """The input and the keyword arguments, with these arrays for the examples."""
         (x, kwargs), _ = self.batch.arguments(rows)
-        return x, kwargs
+        return SideArguments(x, kwargs)
 
     def call(self, model: Callable, shared: dict[str, Any], rows: list) -> PyTree:
         """The output of the model for one example."""
@@ -241,10 +261,11 @@ _IF_ONE = "If it is a model of one example, leave out `in_axes=None`."
 
 def _with_stored(side: Side) -> Side:
     """A side without rows, if some of its arrays are not in memory."""
-    leaves = filter(is_stored, jtu.tree_leaves((side.x, side.kwargs)))
-    stored = {id(x): (x, _stand_in(x)) for x in leaves}
-    if not stored:
+    leaves = [x for x in jtu.tree_leaves((side.x, side.kwargs)) if is_stored(x)]
+    if not leaves:
         return side
+    # Arrays without memory stand for those that are read, to find their axes.
+    stored = {id(x): (x, _stand_in(x)) for x in leaves}
     whole = jtu.tree_map(lambda x: stored.get(id(x), (x, x))[1], side)
     batch, arrays = whole.batch, {id(y): x for x, y in stored.values()}
     axes = {id(x): axis for x, axis in safe_zip(batch.arrays, batch.axes)}
@@ -255,6 +276,7 @@ def _with_stored(side: Side) -> Side:
                 f"rows of them are read; got {axes.get(key)} for {shown(x)}. Read it "
                 "by `numpy.asarray`."
             )
+    # The side has no rows; what has them is read for each block.
     source = lambda x: arrays[id(x)] if id(x) in arrays else jnp.asarray(x)
     none = [
         jnp.asarray(x[(*[slice(None)] * axis, slice(0))])
@@ -293,9 +315,9 @@ def _of_model(
 ) -> PyTree:
     """The output of a model for one example."""
     out = called(model, (x,), {**kwargs, **shared}, "The model")
-    return jtu.tree_map(as_array, out)
+    return jtu.tree_map(as_jax_array, out)
 
 
-def as_array(x: Any) -> Any:
+def as_jax_array(x: object) -> Any:
     """An array of JAX for one of NumPy."""
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x

@@ -4,7 +4,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ from .on_host import check_solve
 
 
 if TYPE_CHECKING:
-    from .kernel_matrices import AbstractMatrix
+    from .kernel_matrices import AbstractKernelMatrix
     from .operator import KernelOperator
 from .conjugate_gradients import (
     Checkpoint,
@@ -150,6 +150,7 @@ def kernel_solve(
         Wang et al., "Exact Gaussian processes on a million data points",
         [arXiv:1903.08114](https://arxiv.org/abs/1903.08114).
     """
+    # An operator has its examples, so that `y` comes second.
     x, y = (None, x) if y is None else (x, y)
     check_types({"y": y}, {"y": _Right})
     check_solve((operator, x, y, ridge))
@@ -165,6 +166,7 @@ def kernel_solve(
     meter = as_meter(progress)
     if meter is not None:
         _check_meter(meter)
+    # A folder may be of another system, whose state would not be a start.
     saved = None
     if checkpoint is not None:
         problem = {
@@ -176,14 +178,16 @@ def kernel_solve(
             "kernel": f"{operator.matrix.struct.dtype}",
         }
         saved = Checkpoint(checkpoint, problem)
+    # Single precision has a narrow range, so that columns are scaled to about 1.
     factor = _factor(operator, rank, saved)
-    sizes = _sizes(right)
+    sizes = _column_scales(right)
     right = right / sizes
     method = ConjugateGradients(
-        _product(operator, ridge), _preconditioner(factor, ridge), right, rtol
+        _ridged_product(operator, ridge), _preconditioner(factor, ridge), right, rtol
     )
     probe = lambda: _probe(operator.matrix)
     state = _solved(method, initial(right), max_steps, meter, saved, probe)
+    # Weights have the dtype that kernel and right-hand sides promote to.
     solution = state.solution * sizes
     weights = jnp.asarray(solution.astype(dtype)).reshape(y.shape)
     residuals = method.residuals(state).astype(weights.real.dtype)
@@ -192,7 +196,9 @@ def kernel_solve(
     )
 
 
-def _as_operator(kernel: Any, x: PyTree, settings: dict[str, Any]) -> "KernelOperator":
+def _as_operator(
+    kernel: object, x: PyTree, settings: dict[str, Any]
+) -> "KernelOperator":
     """The operator of a kernel, which may be one already."""
     from .operator import KernelOperator
 
@@ -223,19 +229,21 @@ def _solved(
     max_steps: int,
     meter: AbstractProgressMeter | None,
     saved: Checkpoint | None,
-    probe: Callable[[], tuple[np.ndarray, float]],
+    probe: Callable[[], "_Probe"],
 ) -> State:
     """The final state; the iteration starts from a saved state, if there is one.
 
     `probe` computes a product that tells kernels apart, which is saved with the state,
     and its rounding.
     """
+    # A saved state is a start only for the same kernel.
     image = np.zeros(0)
     if saved is not None:
         (image, tolerance), arrays = probe(), saved.load("state")
         if arrays is not None:
-            _check_same(arrays.pop("probe"), image, tolerance)
+            _check_same_kernel(arrays.pop("probe"), image, tolerance)
             state = method.verified(State.from_arrays(arrays))
+    # The last state is saved in any case, so that a finished run is not run again.
     steps = method.steps(state)
     texts = "kernel solve", "product"
     with metered(meter, max_steps, state.num_products, *texts) as step:
@@ -256,21 +264,28 @@ def _solved(
     return state
 
 
-def _probe(matrix: "AbstractMatrix") -> tuple[np.ndarray, float]:
+class _Probe(NamedTuple):
     """The product of a kernel with a random vector, and how much rounding changes it.
 
     Every entry has a part in it, unlike in products with sparse right-hand sides.
     """
+
+    image: np.ndarray
+    tolerance: float
+
+
+def _probe(matrix: "AbstractKernelMatrix") -> _Probe:
     struct = matrix.struct
     vector = np.random.default_rng(0).standard_normal((struct.shape[0], 1))
     short = np.result_type(struct.dtype, np.float32)
     with standard_promotion():
         image = matrix.product(vector.astype(short))
     # Half of the digits are left to roundings, for long sums and steep kernels.
-    return image, math.sqrt(_eps(matrix)) * float(np.max(np.abs(image), initial=0))
+    size = float(np.max(np.abs(image), initial=0))
+    return _Probe(image, math.sqrt(_eps(matrix)) * size)
 
 
-def _check_same(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
+def _check_same_kernel(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
     """Raises if a probe of the kernel is not the saved one, up to rounding.
 
     Bits differ with the number of threads and between devices. The residual that is
@@ -283,7 +298,7 @@ def _check_same(saved: np.ndarray, image: np.ndarray, tolerance: float) -> None:
         )
 
 
-def _default_rtol(matrix: "AbstractMatrix") -> float:
+def _default_rtol(matrix: "AbstractKernelMatrix") -> float:
     """What the residuals of products with a kernel can reach, for most kernels."""
     from .kernel_matrices import StoredMatrix
 
@@ -292,14 +307,14 @@ def _default_rtol(matrix: "AbstractMatrix") -> float:
     return min(1_000 * float(jnp.finfo(matrix.struct.dtype).eps), 0.01)
 
 
-def _checked_ridge(ridge: Any) -> float:
+def _checked_ridge(ridge: float | AnyArray) -> float:
     value = float(ridge)
     if not 0 <= value < math.inf:
         raise ValueError(f"`ridge` must not be negative, NaN or infinite; got {value}.")
     return value
 
 
-def _checked_rank(rank: int | None, ridge: float, struct: Any) -> int:
+def _checked_rank(rank: int | None, ridge: float, struct: jax.ShapeDtypeStruct) -> int:
     """The rank of the preconditioner, by default where there can be one."""
     if rank is None:
         return min(_RANK, struct.shape[0]) if ridge and not is_complex(struct) else 0
@@ -322,8 +337,14 @@ def _checked_rank(rank: int | None, ridge: float, struct: Any) -> int:
     return rank
 
 
-def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]:
-    """The right-hand sides as columns in double precision, and their own dtype."""
+class _RightSides(NamedTuple):
+    """Right-hand sides as columns in double precision, and the dtype of weights."""
+
+    columns: np.ndarray
+    dtype: Any
+
+
+def _checked_right(operator: "KernelOperator", y: Array | np.ndarray) -> _RightSides:
     struct = operator.matrix.struct
     if not operator.matrix.is_hermitian:
         raise ValueError(
@@ -343,10 +364,10 @@ def _checked_right(operator: "KernelOperator", y: Any) -> tuple[np.ndarray, Any]
     if not np.all(np.isfinite(right)):
         raise ValueError("`y` must be finite; got NaNs or infinities.")
     with jax.numpy_dtype_promotion("standard"):
-        return right, jnp.result_type(struct.dtype, y.dtype)
+        return _RightSides(right, jnp.result_type(struct.dtype, y.dtype))
 
 
-def _sizes(columns: Inexact[np.ndarray, "n k"]) -> Inexact[np.ndarray, " k"]:
+def _column_scales(columns: Inexact[np.ndarray, "n k"]) -> Inexact[np.ndarray, " k"]:
     """The largest entry of each column, rounded down to a power of two.
 
     Divided by them, columns neither vanish nor overflow in single precision, nor when
@@ -367,7 +388,7 @@ def _check_meter(meter: AbstractProgressMeter) -> None:
         ) from None
 
 
-def _product(operator: "KernelOperator", ridge: float) -> Product:
+def _ridged_product(operator: "KernelOperator", ridge: float) -> Product:
     matrix = operator.matrix
     short = np.result_type(matrix.struct.dtype, np.float32)
 
@@ -418,7 +439,7 @@ def _factor(
 
 
 def _partial_cholesky(
-    matrix: "AbstractMatrix", rank: int
+    matrix: "AbstractKernelMatrix", rank: int
 ) -> Float[np.ndarray, "n num"]:
     """A partial Cholesky decomposition, by the largest entries left on the diagonal."""
     diagonal = matrix.diagonal()
@@ -437,7 +458,7 @@ def _partial_cholesky(
     return factor
 
 
-def _eps(matrix: "AbstractMatrix") -> float:
+def _eps(matrix: "AbstractKernelMatrix") -> float:
     """The relative rounding error of the entries of a kernel."""
     dtype = matrix.struct.dtype
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,12 +23,13 @@ from .._base.dtypes import accumulation_dtype
 from .._base.jaxprs import run_jaxpr
 from .._base.mesh import is_explicit
 from .._base.trees import described, safe_zip
+from .._batch.blocks import Block
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.sums import AbstractSummary, is_summary, Mean, Variance, VarianceState
 from .._kernels.grid import BlockSize
-from .._kernels.on_devices import MeshAxis, on_devices
+from .._kernels.on_devices import MeshAxis, on_each_device
+from .._kernels.sides import Examples
 from .._maps.micro_vmap import MicroVmap
-from .estimator import Examples
 from .output_axes import Mirror
 from .settings import (
     named,
@@ -41,13 +43,13 @@ class _Moments(AbstractSummary[VarianceState]):
 
     moments: AbstractSummary
 
-    def whole(self, value: Any, block: Any) -> VarianceState:
+    def whole(self, value: PyTree, block: Block) -> VarianceState:
         return self.moments.whole(value, block)
 
     def finalize(self, state: VarianceState) -> Any:
         return state.whole()
 
-    def aggregate(self, values: Any, block: Any) -> VarianceState:
+    def aggregate(self, values: PyTree, block: Block) -> VarianceState:
         return self.moments.aggregate(values, block)
 
 
@@ -123,7 +125,7 @@ class Average(eqx.Module):
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
     ) -> PyTree:
-        examples = x1, x2, key, kwargs
+        examples = Examples(x1, x2, key, kwargs)
         # With a budget, the program of a block is the one that must fit.
         state = self.fitted(examples).moments(examples)
         if self.form == "moments":
@@ -159,7 +161,7 @@ class Average(eqx.Module):
             # `vmap` gives each device its own samples.
             operands = dataclasses.replace(self, samples=None), examples, index
             run = lambda operands: operands[0]._of_one(*operands[1:])
-            return on_devices(run, operands, self.samples, PartitionSpec())
+            return on_each_device(run, operands, self.samples, PartitionSpec())
 
         settings: dict[str, Any] = {"block_size": self.block_size}
         if self.rows is not None:
@@ -205,7 +207,7 @@ def _spread_vmap(
 ) -> Callable[[list], Any]:
     """`jax.vmap` over samples, which are distributed over devices if possible."""
 
-    def run(rows: list) -> Any:
+    def run(rows: list[Array]) -> Any:
         (num,) = {x.shape[0] for x in rows}
         name = axis.name if num % axis.num == 0 else None
         if name is not None:
@@ -232,8 +234,17 @@ def _start(average: Average, examples: Examples) -> PyTree[VarianceState]:
     return jtu.tree_map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
 
-def estimated(state: PyTree, with_error: bool, xp: Any = jnp) -> tuple[list, list]:
-    """The means, and their standard errors if requested.
+class Estimated(NamedTuple):
+    """The mean of each kernel, and standard errors if requested."""
+
+    means: list[PyTree]
+    errors: list[PyTree]
+
+
+def estimated(
+    state: list[PyTree], with_error: bool, xp: types.ModuleType = jnp
+) -> Estimated:
+    """The means, and their standard errors.
 
     `xp` is the library of the arrays.
     """
@@ -245,14 +256,14 @@ def estimated(state: PyTree, with_error: bool, xp: Any = jnp) -> tuple[list, lis
         return deviation.astype(jnp.finfo(spread.dtype).dtype)
 
     means = _map(lambda spread: spread.mean.astype(spread.dtype), state)
-    return means, _map(error, state) if with_error else []
+    return Estimated(means, _map(error, state) if with_error else [])
 
 
 _estimated = compiled(estimated)
 
 
 def _resumed(
-    spread: VarianceState, mean: Any, error: Any, num: int, xp: Any
+    spread: VarianceState, mean: Any, error: Any, num: int, xp: types.ModuleType
 ) -> VarianceState:
     """The moments of an earlier estimate, with the types of those in `spread`."""
     remedy = "Pass an estimate for the same examples, from the same model."
@@ -287,10 +298,10 @@ def check_tol(tol: float | None) -> float | None:
     return value
 
 
-def relative_error(means: list, errors: list) -> float:
+def relative_error(found: Estimated) -> float:
     """The norm of the errors divided by that of the kernel, for the worst kernel."""
     norm = lambda tree: float(np.linalg.norm([*map(_norm, jtu.tree_leaves(tree))]))
-    pairs = [(norm(e), norm(m)) for m, e in safe_zip(means, errors)]
+    pairs = [(norm(e), norm(m)) for m, e in safe_zip(*found)]
     return max(error / mean if mean else float(error > 0) for error, mean in pairs)
 
 
@@ -301,7 +312,7 @@ def _norm(x: Any) -> float:
     return float(module.linalg.norm(module.ravel(module.asarray(x, dtype))))
 
 
-def count_nans(means: list) -> int:
+def count_nans(means: list[PyTree]) -> int:
     return sum(int(jnp.sum(jnp.isnan(x))) for x in jtu.tree_leaves(means))
 
 
@@ -336,10 +347,12 @@ class Moments:
                 f"`previous` must be of the kernels {names}, as `get` says; got "
                 f"{jtu.tree_structure(parts[0])}. Pass the `get` that it was made with."
             )
+        # Moments that the host keeps have shapes only before the first samples.
         xp, like = jnp, self.state
         if self.run_blocks is not None:
             one = self.average.of_blocks(0, 1, "moments", per_batch=1)
             xp, like = np, eqx.filter_eval_shape(one.moments, self.examples)
+        # An estimate of another model has other arrays, or another structure.
         spreads, treedef = jtu.tree_flatten(like, is_leaf=is_summary)
         try:
             moments_of = [treedef.flatten_up_to([*part]) for part in parts]
@@ -374,7 +387,7 @@ class Moments:
                 more = _map(lambda old, new: old.plus(new, np), self.state, more)
         self.state = more
 
-    def estimated(self) -> tuple[list, list]:
+    def estimated(self) -> Estimated:
         """The means, and their standard errors if requested."""
         with_error = self.average.with_error
         if self.run_blocks is None:

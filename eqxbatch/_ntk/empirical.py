@@ -16,18 +16,12 @@ from .._batch.stream import over_batches
 from .._batch.zarr_store import Store
 from .._kernels.batch_kernel import AbstractStored
 from .._kernels.grid import sizes_of
-from .._kernels.sides import (
-    each_key,
-    examples_of,
-    Keys,
-    Side,
-)
+from .._kernels.sides import each_key, Examples, Keys
 from .._maps.micro_vmap import filter_microbatch
 from .estimator import (
     AbstractEstimator,
     checked_constructor,
     computed_kernels,
-    Examples,
     in_one_program,
 )
 from .example_factors import features
@@ -210,8 +204,8 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         `TypeError` if JAX has neither forward mode for the model nor the transpose of
         reverse mode.
         """
-        task, examples = eqx.Partial(kernel_product, v), (x1, x2, key, kwargs)
-        return in_one_program(self, "ntk", *examples_of(*examples), task)
+        task = eqx.Partial(kernel_product, v)
+        return in_one_program(self, "ntk", Examples(x1, x2, key, kwargs), task)
 
     def features(
         self, x: PyTree, *, key: Keys = None, store: Store | None = None, **kwargs: Any
@@ -237,10 +231,10 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
                 "parameters without one. Pass `metric=eqxbatch.Projection(dim, key)`."
             )
         self.check_is_batched()
-        examples = (x, None, key, kwargs)
+        examples = Examples(x, None, key, kwargs)
         if store is not None:
             return _stored_features(self, store, examples)
-        return in_one_program(self, "ntk", *examples_of(*examples), features)
+        return in_one_program(self, "ntk", examples, features)
 
     def untraced_operator(
         self, x1: _Inputs, x2: _Inputs | None = None, *, key: Keys = None, **kwargs: Any
@@ -253,8 +247,9 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         """
         lineax = import_extra("lineax", "untraced_operator", "linalg")
         product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
-        sides, shared = examples_of(x1, x2, key, kwargs)
-        run = lambda: in_one_program(self, "ntk", sides, shared, zero_outputs)
+        examples = Examples(x1, x2, key, kwargs)
+        sides = examples.in_sides(self.in_axes, self.kwargs_axes).sides
+        run = lambda: in_one_program(self, "ntk", examples, zero_outputs)
         structs = eqx.filter_eval_shape(run)
         tags = lineax.positive_semidefinite_tag if len(sides) == 1 else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
@@ -270,12 +265,13 @@ def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any
             "are read and stored together, and examples along axis 0; got "
             f"`block_size={ntk.block_size}`, and the axes {axes}."
         )
-    ((x, key, kwargs), *_), shared = examples_of(*examples)
+    # The arguments themselves, of which some may not be in memory.
+    sides, shared = examples.split(*axes)
+    side, x = sides[0], examples.x1
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jtu.tree_leaves(x)]
     # What has no rows raises as it does without a store.
-    is_known = shapes and all(shapes)
-    total = shapes[0][0] if is_known else Side(x, key, kwargs, *axes, False).rows.total
-    batches = x, each_key(key, total), kwargs
+    total = shapes[0][0] if shapes and all(shapes) else side.rows.total
+    batches = x, each_key(side.key, total), side.kwargs
     rows = filter_microbatch(
         _features_of_rows,
         in_axes=(None, None, 0, 0, 0),
@@ -370,7 +366,8 @@ class EmpiricalKernel(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         **kwargs: Any,
     ) -> Any:
         """The kernels of all examples of `x1` with all of `x2`."""
-        return computed_kernels(self, check_get(get), (x1, x2, key, kwargs))
+        examples = Examples(x1, x2, key, kwargs)
+        return computed_kernels(self, check_get(get), examples)
 
 
 @checked_constructor
@@ -481,4 +478,4 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> KernelEstimate:
         """The estimated kernel of all examples of `x1` with all of `x2`."""
-        return computed_kernels(self, self._get, (x1, x2, key, kwargs))
+        return computed_kernels(self, self._get, Examples(x1, x2, key, kwargs))

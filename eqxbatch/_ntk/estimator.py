@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax.tree_util as jtu
@@ -14,19 +14,14 @@ from .._base.mesh import gathered, within_mesh
 from .._base.types import checked
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.parameters import as_where
+from .._batch.transform import of_function, of_setting
 from .._kernels.batch_kernel import AbstractStored, computed
-from .._kernels.called import AbstractKernelFunction, CalledKernel
+from .._kernels.called import AbstractKernelCall, AbstractKernelFunction, FunctionCall
 from .._kernels.engine import on_device
 from .._kernels.grid import Sizes, sizes_of
 from .._kernels.kernel import leaves_at, room_of, SHARE
-from .._kernels.sides import (
-    are_stored,
-    examples_of,
-    KEY_REMEDY,
-    Keys,
-    make_sides,
-    SideArguments,
-)
+from .._kernels.on_host import Destination
+from .._kernels.sides import Examples, KEY_REMEDY, Keys, Side
 from .metric import metric_of
 from .pairings import choose_pairing, ModelKernel, pairing_of_all
 from .settings import (
@@ -68,10 +63,12 @@ def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
     """The kernels of all outputs, with or without all pairs of examples."""
     kernels: dict[Name, Array] = {}
     mirror = model.request.mirror
+    # Outputs without entries have no factors.
     for axes in model.axes:
         if axes.is_empty:
             nothing = axes.arranged(axes.nothing(model.totals))
             kernels |= {(kind, axes.index): nothing for kind in model.kinds}
+    # Only kernels of all pairs have blocks of columns.
     for pairs_examples in (True, False):
         group = [
             axes
@@ -95,15 +92,10 @@ def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
 # The model is an argument of the one compiled function, so that repeated calls with the
 # same shapes are not retraced.
 @compiled
-def _run(
-    make: Callable[[], TracedModel],
-    task: Task,
-    sizes: Sizes | MemoryBudget,
-    room: int,
-) -> Any:
-    make, task = gathered((make, task))
-    with within_mesh((make, task)):
-        return _fitted(make(), task, sizes, room)
+def _run_task(call: "ModelCall", task: Task) -> Any:
+    call, task = gathered((call, task))
+    with within_mesh((call, task)):
+        return _fitted(call.model, task, call.sizes, call.room)
 
 
 def _fitted(
@@ -127,10 +119,16 @@ def _fitted(
     return run(size)(operands)
 
 
-def _split(asked: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """Which kernels a call asks for, and the arguments of the model."""
-    of_call = lambda get=None, **kwargs: (check_get(get), kwargs)
-    fixed = lambda **kwargs: (asked, kwargs)
+class _ModelArguments(NamedTuple):
+    """Which kernels a call asks for, and the arguments of the model by keyword."""
+
+    get: Any
+    kwargs: dict[str, Any]
+
+
+def _model_arguments(asked: Any, /, *args: Any, **kwargs: Any) -> _ModelArguments:
+    of_call = lambda get=None, **kwargs: _ModelArguments(check_get(get), kwargs)
+    fixed = lambda **kwargs: _ModelArguments(asked, kwargs)
     return (of_call if asked is None else fixed)(*args, **kwargs)
 
 
@@ -141,6 +139,20 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     _chosen: ChosenLeaves | None = eqx.field(static=True, init=False, repr=False)
     # Which kernels, as for `TracedModel`; None if each call says it.
     _get: eqx.AbstractClassVar[Any]
+
+    def __repr__(self) -> str:
+        model = self.model[0] if isinstance(self.model, tuple) else self.model
+        texts = [of_function(model)]
+        for field in dataclasses.fields(self):
+            if not (field.kw_only and field.repr):
+                continue
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            text = of_setting(getattr(self, field.name))
+            if text != of_setting(default):
+                texts.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(texts)})"
 
     def __post_init__(self) -> None:
         # Once, and not in each call: it looks at all leaves. Later, the model may have
@@ -182,7 +194,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
     ) -> Any:
         """The kernel of all examples of `x1` with all of `x2`."""
-        return computed_kernels(self, self._get, (x1, x2, key, kwargs))
+        return computed_kernels(self, self._get, Examples(x1, x2, key, kwargs))
 
     def diagonal(
         self, x1: PyTree, x2: PyTree = None, *, key: Keys = None, **kwargs: Any
@@ -196,16 +208,18 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
                 "With `in_axes=None`, the axis of the examples is not known. Name it "
                 "in `diagonal_axes`."
             )
-        get, kwargs = _split(self._get, **kwargs)
-        examples = examples_of(x1, x2, key, kwargs)
-        return in_one_program(self, get, *examples, kernels_of, is_diagonal=True)
+        split = _model_arguments(self._get, **kwargs)
+        examples = Examples(x1, x2, key, split.kwargs)
+        return in_one_program(self, split.get, examples, kernels_of, is_diagonal=True)
 
-    def in_blocks(self, call: CalledKernel) -> ModelKernel | None:
-        is_asymmetric = len(call.sides) == 1 and call.symmetric is None
+    def in_blocks(self, call: FunctionCall) -> ModelKernel | None:
+        is_asymmetric = call.is_same and call.symmetric is None
         is_whole = self.block_size is not None or self.in_axes is None
         if not self._is_plain or is_asymmetric or is_whole:
             return None
-        get, shared = _split(self._get, *call.args, **call.shared)
+
+        # The model is called for examples, so that their axes must be those of blocks.
+        split = _model_arguments(self._get, *call.args, **call.shared)
         axes_of = {"in_axes": self.in_axes, "kwargs_axes": self.kwargs_axes}
         sides = [dataclasses.replace(side, **axes_of) for side in call.sides]
         places = [
@@ -213,80 +227,97 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         ]
         if places[0] != places[1]:
             return None
-        model = TracedModel(self._request, self.model, get, sides, shared)
-        if any(axes.is_empty or not axes.pairs_examples for axes in model.axes):
+
+        # Its kernel may have other axes than the call says, or no pairs of examples.
+        settings = {"symmetric": call.symmetric, "sizes": call.sizes, "room": call.room}
+        model_call = ModelCall(self, sides, split.kwargs, split.get, **settings)
+        axes_of_outputs = model_call.model.axes
+        if any(axes.is_empty or not axes.pairs_examples for axes in axes_of_outputs):
             return None
-        kernel = _in_blocks(model, call.symmetric, call.sizes, call.room)
-        expected = leaves_at(call.out_axes, jtu.tree_unflatten(*reversed(kernel.out)))
+        kernel = model_call.kernel()
+        expected = leaves_at(call.out_axes, kernel.out.tree)
         is_as_expected = [x.axes for x in expected] == [x.axes for x in kernel.leaves]
         return kernel if is_as_expected else None
 
 
-# `x1`, `x2`, the key and keyword arguments of a call.
-Examples = tuple[PyTree, PyTree, Any, dict[str, Any]]
+# Not a Module, which takes longer to make, in each call.
+@jtu.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelCall(AbstractKernelCall):
+    """A call of an estimator.
+
+    - `get`, `is_diagonal`: as for `TracedModel`.
+    - `symmetric`: that of the estimator if None.
+    """
+
+    estimator: Any
+    sides: list[Side]
+    shared: dict[str, Any]
+    get: Any = eqx.field(static=True)
+    symmetric: Any = None
+    is_diagonal: bool = eqx.field(static=True, default=False)
+    sizes: Sizes | MemoryBudget = eqx.field(static=True, default=(None, None))
+    room: int = eqx.field(static=True, default=0)
+
+    @functools.cached_property
+    def model(self) -> TracedModel:
+        """The model with the examples, to be traced."""
+        request, model = self.estimator._request, self.estimator.model
+        examples = self.get, self.sides, self.shared
+        return TracedModel(request, model, *examples, self.is_diagonal)
+
+    def kernel(self) -> ModelKernel:
+        symmetric = self.symmetric
+        if symmetric is None:
+            symmetric = self.estimator.symmetric
+        make = eqx.Partial(pairing_of_all, self.model)
+        settings = {"sizes": self.sizes, "room": self.room}
+        return ModelKernel(make, symmetric=symmetric, **settings)
 
 
 # A call runs functions: to look up a method of a Module makes another Module.
 def computed_kernels(estimator: AbstractEstimator, get: Any, examples: Examples) -> Any:
     """The kernels of some examples, after they are stored or reduced."""
-    sides, shared = examples_of(*examples)
-    if estimator._is_plain and not are_stored(sides):
-        return in_one_program(estimator, get, sides, shared, kernels_of)
-    sizes = sizes_of(estimator.block_size)
-    parts = estimator, get, sides, shared, sizes, room_of(sizes)
-    make = jtu.Partial(_kernel, *parts)
-    if not isinstance(estimator, AbstractStored):
-        return computed(make, None)
-    settings = estimator.reduce, estimator.store, estimator.progress
-    return computed(make, estimator.row_axis, *settings)
-
-
-def _model(
-    estimator: AbstractEstimator,
-    get: Any,
-    sides: list[SideArguments],
-    shared: dict[str, Any],
-    is_diagonal: bool = False,
-) -> TracedModel:
-    """The model with the examples of a call."""
-    axes = estimator.in_axes, estimator.kwargs_axes
-    request, both = estimator._request, make_sides(sides, *axes)
-    return TracedModel(request, estimator.model, get, both, shared, is_diagonal)
-
-
-def _kernel(
-    estimator: AbstractEstimator, get: Any, sides: list, shared: dict, *sizes: Any
-) -> ModelKernel:
-    model = _model(estimator, get, sides, shared)
-    return _in_blocks(model, estimator._request.mirror, *sizes)
+    call = _model_call(estimator, get, examples)
+    if estimator._is_plain and not call.has_stored:
+        return _run_task(call, kernels_of)
+    # A kernel in blocks keeps factors, also if all examples are one block.
+    call = dataclasses.replace(call, room=room_of(call.sizes))
+    is_placed = isinstance(estimator, AbstractStored)
+    return computed(call, estimator.destination if is_placed else Destination())
 
 
 def in_one_program(
     estimator: AbstractEstimator,
     get: Any,
-    sides: list[SideArguments],
-    shared: dict[str, Any],
+    examples: Examples,
     task: Task,
     *,
     is_diagonal: bool = False,
 ) -> Any:
     """What is computed of a model with the examples of a call."""
-    if are_stored(sides):
+    call = _model_call(estimator, get, examples, is_diagonal=is_diagonal)
+    if call.has_stored:
         raise ValueError(
             "This needs all examples in memory: `numpy.asarray(x)`. For a result for "
             "each one, read some at a time: `over_batches(filter_microbatch("
             "ntk.diagonal, accumulator=Concat()), batch_size=...)(x)`."
         )
-    make = jtu.Partial(_model, estimator, get, sides, shared, is_diagonal)
+    return _run_task(call, task)
+
+
+def _model_call(
+    estimator: AbstractEstimator,
+    get: Any,
+    examples: Examples,
+    *,
+    is_diagonal: bool = False,
+) -> ModelCall:
+    axes = estimator.in_axes, estimator.kwargs_axes
+    sides, shared = examples.in_sides(*axes)
+    call = ModelCall(estimator, sides, shared, get, is_diagonal=is_diagonal)
     if estimator.block_size is None:
         # There is nothing to keep for other blocks.
-        return _run(make, task, (None, None), 0)
+        return call
     sizes = sizes_of(estimator.block_size)
-    return _run(make, task, sizes, room_of(sizes))
-
-
-def _in_blocks(
-    model: TracedModel, symmetric: Any, sizes: Any, room: int
-) -> ModelKernel:
-    make = eqx.Partial(pairing_of_all, model)
-    return ModelKernel(make, symmetric=symmetric, sizes=sizes, room=room)
+    return dataclasses.replace(call, sizes=sizes, room=room_of(sizes))

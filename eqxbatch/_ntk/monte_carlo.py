@@ -20,10 +20,17 @@ from .._batch.store import HostStore
 from .._kernels.batch_kernel import AbstractStored, BatchKernel, settings_of
 from .._kernels.on_devices import check_mesh, MeshAxis
 from .._kernels.on_host import check_concrete
-from .._kernels.sides import Keys
-from .average import Average, check_tol, count_nans, Moments, relative_error
+from .._kernels.sides import Examples, Keys
+from .average import (
+    Average,
+    check_tol,
+    count_nans,
+    Estimated,
+    Moments,
+    relative_error,
+)
 from .empirical import EmpiricalKernel, EmpiricalNNGP
-from .estimator import checked_constructor, Examples
+from .estimator import checked_constructor
 from .settings import (
     AbstractJacobianKernel,
     AbstractKernelSettings,
@@ -55,6 +62,7 @@ class MonteCarloEstimate(NamedTuple):
 def check_models(init: Callable, key: Any) -> None:
     """Raises if `init` returns no models, or models of different structures."""
     check_callable("init", init, "a function from a key to a model")
+    # Samples are mapped over, so that only their values may differ.
     drawn = [eqx.filter_eval_shape(init, key) for _ in range(2)]
     model = drawn[0][0] if has_state(drawn[0]) else drawn[0]
     if not callable(model):
@@ -75,6 +83,7 @@ def check_models(init: Callable, key: Any) -> None:
             f"`init` must return a model with arrays in it; got {shown(drawn[0])}, "
             f"which is the same for all keys.{no_arrays_remedy(drawn[0])}"
         )
+    # Two draws with one key tell apart what depends on earlier calls.
     differing = [
         f"{path}: {first.get(path)} and {second.get(path)}"
         for path in {**first, **second}
@@ -261,6 +270,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 f"not both; got `mesh_axis={self.mesh_axis!r}` and "
                 f"`sample_axis={self.sample_axis!r}`. Leave one of them out."
             )
+        # A kernel on disk, or one that is reduced, is averaged once.
         needs_several = self._is_generator or self.tol is not None
         if self._is_on_disk and needs_several:
             _raise_on_disk("several `num_samples` or `tol`")
@@ -272,6 +282,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         is_in_blocks = self.is_stored or self.reduce is not None
         if is_in_blocks or average.rows is not None:
             self.check_is_batched()
+        # A budget may give each block another number of samples, and `tol` needs one.
         is_budget = isinstance(self.samples_per_batch, MemoryBudget)
         if is_budget and is_in_blocks and self.tol is not None:
             raise ValueError(
@@ -358,7 +369,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         """The kernels of all examples of `x1` with all of `x2`, averaged."""
         average = self._average(get, with_error=self.tol is not None)
         # Compiled functions do not see that two arguments are the same object.
-        examples = x1, None if x2 is x1 else x2, key, kwargs
+        examples = Examples(x1, None if x2 is x1 else x2, key, kwargs)
         if self.reduce is not None:
             # Each block is averaged over all samples first.
             num = self._counts[0]
@@ -390,7 +401,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 "kernel without `reduce`."
             )
         average = self._average(get, with_error=True)
-        examples = x1, None if x2 is x1 else x2, key, kwargs
+        examples = Examples(x1, None if x2 is x1 else x2, key, kwargs)
         estimates = self._estimates(average, examples, previous)
         return estimates if self._is_generator else next(estimates)
 
@@ -416,8 +427,8 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             return self._run(moments, counts, previous)
         if not self._is_generator and self.tol is None and previous is None:
             whole = average.of_blocks(0, counts[0], "estimate")
-            means, errors = self._run_blocks(whole, examples)
-            return iter([_estimate(average, means, errors, counts[0])])
+            found = Estimated(*self._run_blocks(whole, examples))
+            return iter([_named_estimate(average, found, counts[0])])
         if self._is_on_disk:
             _raise_on_disk("`previous`")
         # If possible, each block is copied to the host only once, for all samples.
@@ -443,10 +454,12 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     def _run(
         self, moments: Moments, counts: list[int], previous: MonteCarloEstimate | None
     ) -> Iterator[MonteCarloEstimate]:
+        # An earlier estimate counts as the samples that it was made of.
         num = 0
         if previous is not None:
             num = previous.num_samples
             moments.resume(previous)
+        # With a store, the meter counts blocks.
         meter = None if self.is_stored else self.progress
         spans = itertools.pairwise((num, *counts))
         total = sum(len(moments.sizes(end - start)) for start, end in spans)
@@ -457,25 +470,22 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                     moments.advance(num, size)
                     num += size
                     if meter is not None:
-                        total_nans = count_nans(moments.estimated()[0])
+                        total_nans = count_nans(moments.estimated().means)
                         step(total_nans - num_nans)
                         num_nans = total_nans
                     if self.tol is not None and num >= _LEAST_SAMPLES:
-                        is_done = relative_error(*moments.estimated()) <= self.tol
+                        is_done = relative_error(moments.estimated()) <= self.tol
                         if is_done:
                             break
-                means, errors = moments.estimated()
-                yield _estimate(moments.average, means, errors, num)
+                yield _named_estimate(moments.average, moments.estimated(), num)
                 if is_done:
                     return
 
 
-def _estimate(
-    average: Average, means: list, errors: list, num: int
-) -> MonteCarloEstimate:
+def _named_estimate(average: Average, found: Estimated, num: int) -> MonteCarloEstimate:
     get = average.get
-    error = named(get, errors) if average.with_error else None
-    return MonteCarloEstimate(named(get, means), error, num)
+    error = named(get, found.errors) if average.with_error else None
+    return MonteCarloEstimate(named(get, found.means), error, num)
 
 
 def _remaining(

@@ -247,7 +247,7 @@ class Mirror(eqx.Module):
         return jnp.conj(jnp.transpose(kernel, order))
 
 
-def check_axes(name: str, axes: Any) -> tuple[int, ...]:
+def check_axes(name: str, axes: object) -> tuple[int, ...]:
     """Axes as a tuple of ints."""
     if not isinstance(axes, (tuple, list)):
         axes = (axes,)

@@ -467,7 +467,8 @@ class ModelKernel(AbstractBlockKernel):
     @property
     def out(self) -> Flat:
         structs = tuple(leaf.struct(SAMPLE) for leaf in self.leaves)
-        return structs, jtu.tree_structure(self.pairing.assemble(self.pairing.axes))
+        structure = jtu.tree_structure(self.pairing.assemble(self.pairing.axes))
+        return Flat(structs, structure)
 
     @property
     def rows(self) -> tuple[Rows, Rows]:

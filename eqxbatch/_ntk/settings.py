@@ -131,7 +131,7 @@ Get = str | Sequence[str] | None
 _KINDS = ("nngp", "ntk")
 
 
-def names_of(get: Any) -> tuple[str, ...]:
+def names_of(get: object) -> tuple[str, ...]:
     """The kinds of kernels to compute."""
     names = _KINDS if get is None else (get,) if isinstance(get, str) else get
     if isinstance(names, (tuple, list)) and all(isinstance(n, str) for n in names):
@@ -149,7 +149,7 @@ def check_get(get: Get) -> str | tuple[str, ...] | None:
     return get if get is None or isinstance(get, str) else tuple(get)
 
 
-def named(get: Any, results: list) -> Any:
+def named(get: Get, results: list[Any]) -> Any:
     """The kernel itself if it was requested by name, and otherwise a named tuple."""
     if isinstance(get, str):
         return results[0]

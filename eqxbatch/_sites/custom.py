@@ -45,8 +45,7 @@ def linearized(
     along = along_inputs(jaxpr, eqn, moved, outs)
 
     def push(ins: Values, tangents: Values) -> Values:
-        run, point = along.at(ins)
-        return jax.jvp(run, point, tangents)[1]
+        return jax.jvp(along.function(ins), along.point(ins), tangents)[1]
 
     avals, tangents, cotangents = along.avals, along.tangents, along.cotangents
     if name.startswith("custom_jvp"):

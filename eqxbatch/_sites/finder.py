@@ -358,7 +358,7 @@ class Finder:
                 inner_inputs.append(x)
             else:
                 inner_inputs.append(x.sliced(loop))
-        live = live_in_scan(equation.eqn, equation.live)[0]
+        live = live_in_scan(equation.eqn, equation.live).outs
         inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
         returned = views_of(itertools.compress(inner.outs, live))
         self.fail(returned, equation, "a `scan` returns a parameter")

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 
+from .._base.tables import AbstractTabular, shape_text, Table
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.types import check_fields
@@ -48,8 +49,8 @@ class LeafReport:
     __post_init__ = check_fields
 
 
-@dataclasses.dataclass(frozen=True)
-class SitesReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SitesReport(AbstractTabular):
     """The result of [`eqxbatch.explain_sites`][]; prints as a table.
 
     - `leaves`: an [`eqxbatch.results.LeafReport`][] for each differentiated array.
@@ -70,51 +71,36 @@ class SitesReport:
 
     __post_init__ = check_fields
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> Table:
         rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
         for leaf in self.leaves:
             counts = collections.Counter(leaf.sites).items()
             sites = [f"{num} x {name}" if num > 1 else name for name, num in counts]
-            shape = "x".join(map(str, leaf.shape)) or "()"
-            texts = (leaf.path, shape, ", ".join(sites) or "-", leaf.contraction)
+            texts = (
+                leaf.path,
+                shape_text(leaf.shape),
+                ", ".join(sites) or "-",
+                leaf.contraction,
+            )
             rows.append((*texts, leaf.kfac, *_thousands(leaf.flops, leaf.bytes)))
         for name, *cost in (
             ("by sites", self.flops, self.bytes),
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ):
             rows.append((name, "", "", "", "", *_thousands(*cost)))
-        lines = table(rows, num_sums=2, num_texts=5)
-        lines.append(f'method="auto" is "{self.method}"')
-        lines += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
-        lines += [
+        notes = [f'method="auto" is "{self.method}"']
+        notes += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
+        notes += [
             f"{leaf.path}: no Kronecker factors, as {leaf.kfac_reason}"
             for leaf in self.leaves
             if leaf.kfac_reason and not leaf.reason
         ]
-        return "\n".join(lines)
+        return Table(rows, num_texts=5, num_sums=2, notes=notes)
 
 
 def _thousands(flops: float, traffic: float) -> tuple[str, str]:
     return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
-
-
-def table(
-    rows: list[tuple[str, ...]], *, num_sums: int = 0, num_texts: int
-) -> list[str]:
-    """The lines of a table: columns of text, then columns of numbers.
-
-    If the last rows are sums, there are rules below the heading and above them.
-    """
-    widths = [max(map(len, column)) for column in safe_zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = [*map(str.rjust, row, widths)]
-        texts = [*map(str.ljust, row[:num_texts], widths)]
-        lines.append("  ".join([*texts, *cells[num_texts:]]))
-    if num_sums:
-        rule = "-" * len(lines[0])
-        lines = [lines[0], rule, *lines[1:-num_sums], rule, *lines[-num_sums:]]
-    return [line.rstrip() for line in lines]
 
 
 def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:

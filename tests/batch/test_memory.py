@@ -34,7 +34,7 @@ from eqxbatch import (
     MonteCarloKernel,
     Sum,
 )
-from eqxbatch._base.compile import has_library, memory_options
+from eqxbatch._base.compiler_options import has_library, memory_options
 from eqxbatch._base.platforms import for_platform, GPU
 from eqxbatch._batch import memory as memory_module
 from eqxbatch._batch.machine import machine_bytes

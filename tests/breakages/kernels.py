@@ -20,8 +20,8 @@ BREAKAGES = [
     ),
     Breakage(
         "arguments in pairs do not make two sides",
-        "examples_of",
-        "(second is None or second is first for first, second in pairs.values())",
+        "Examples.split",
+        "(x is None or x is first for first, x in pairs.values())",
         "(True for _ in pairs)",
         "tests/ntk tests/kernels -k 'keyword or pairs'",
     ),
@@ -49,7 +49,7 @@ BREAKAGES = [
     Breakage(
         "a column of a complex kernel on disk is mirrored without conjugate",
         "Reader.column",
-        "np.concatenate([column, _conj(rest)])",
+        "np.concatenate([column, _numpy_conj(rest)])",
         "np.concatenate([column, rest])",
         "tests/kernels -k is_the_kernel",
     ),
@@ -70,8 +70,8 @@ BREAKAGES = [
     Breakage(
         "the fingerprint ignores the second side",
         "CalledKernel.parts",
-        "self.sides, self.args, self.shared",
-        "self.sides[:1], self.args, self.shared",
+        "self.call.sides, self.call.args, self.call.shared",
+        "self.call.sides[:1], self.call.args, self.call.shared",
         "tests/kernels -k another_kernel",
     ),
     Breakage(

@@ -287,3 +287,34 @@ def test_numbers_of_python_in_place_of_parameters():
     # In a gradient, there is None in its place.
     gradient = filter_micro_grad(lambda p, x: total(p) * x)(p, jnp.ones(3))
     assert gradient["b"] is None
+
+
+class Layer(eqx.Module):
+    """Stands for a layer of `flax.nnx`, which has settings of these names."""
+
+    weight: jax.Array
+    deterministic: bool = eqx.field(static=True, default=True)
+    use_running_average: bool = eqx.field(static=True, default=True)
+    rngs: object = eqx.field(static=True, default="own")
+
+
+def test_layers_of_flax_that_change_themselves_are_warned_of():
+    layers = {
+        name: type(name, (Layer,), {"__module__": "flax.nnx.nn.layers"})
+        for name in ("Dropout", "BatchNorm")
+    }
+    loss = lambda model, x: jnp.sum(model["layer"].weight * x)
+    for name, settings, match in (
+        ("Dropout", {"deterministic": False}, "same mask, .* call `model.eval"),
+        ("BatchNorm", {"use_running_average": False}, "its new statistics are lost"),
+        ("Dropout", {"deterministic": False, "rngs": None}, None),
+        ("Dropout", {}, None),
+        ("BatchNorm", {}, None),
+    ):
+        model = {"layer": layers[name](jnp.ones(2), **settings)}
+        run = lambda model=model: filter_micro_grad(loss)(model, jnp.ones((3, 2)))
+        if match is None:
+            run()
+        else:
+            with pytest.warns(UserWarning, match=f"A `{name}` of .*{match}"):
+                run()

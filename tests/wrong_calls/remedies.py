@@ -66,6 +66,10 @@ def to_host(scale):
     return eqxbatch.filter_batch_kernel(kernel, block_size=2, store="host")
 
 
+def large():
+    return jnp.ones(1_000_000)
+
+
 mask = jax.tree.map(eqx.is_inexact_array, net)
 last = lambda model: model.layers[-1]
 
@@ -328,5 +332,33 @@ REMEDIES = [
         lambda: eqxbatch.filter_micro_vmap(net)(Loader()),
         ValueError,
         "Loader, which is iterable: transforms take its batches by `eqxbatch.over_ba",
+    ),
+    *(
+        Case(name, call, ValueError, rf"{shape}.* \({size} GB\), but there are .*{use}")
+        for name, call, shape, size, use in (
+            (
+                "filter_hessian",
+                lambda: eqxbatch.filter_hessian(lambda w: jnp.sum(w**3))(large()),
+                r"\(1000000, 1000000\) and dtype float32",
+                "4,000",
+                "`where`; or use `filter_hessian_diagonal`, .*`filter_hvp`.*`filter_k",
+            ),
+            (
+                "filter_ggn",
+                lambda: eqxbatch.filter_ggn(
+                    lambda w, x: w * x, lambda out, x: jnp.sum(out**2)
+                )(large(), y),
+                r"\(1000000, 1000000\) and dtype float32",
+                "4,000",
+                "`where`; or use `filter_ggn_diagonal`, .*`filter_ggnvp`.*`filter_k",
+            ),
+            (
+                "filter_jacobian",
+                lambda: eqxbatch.filter_jacobian(jnp.sin)(large()),
+                r"Jacobian, of shape \(1000000, 1000000\)",
+                "4,000",
+                "`where`; or use products with vectors: `filter_linearize`",
+            ),
+        )
     ),
 ]
