@@ -422,8 +422,8 @@ def cheapest(
 ) -> set[int]:
     """The leaves to compute from sites, so that the total cost is minimal.
 
-    `columns` has the costs of leaves by products. Leaves that share a perturbation, such as a
-    weight and its bias, are chosen together.
+    `columns` has the costs of leaves by products. Leaves that share a perturbation,
+    such as a weight and its bias, are chosen together.
     """
     met = {leaf: {site.perturbation for site in table.of(leaf)} for leaf in covered}
     clusters: list[set[int]] = []
