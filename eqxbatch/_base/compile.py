@@ -11,10 +11,10 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from .checks import unhashable, without_layers
-from .jaxpr_types import JaxprAndConsts
+from .jaxpr_types import JaxprAndConsts, Value
 from .jaxprs import equations_in
 from .platforms import for_platform, Platform, platform
 from .recompiled import warn_of_new_functions, warn_of_new_numbers
@@ -118,7 +118,7 @@ def compiled(
     # The keys of programs that call functions on the host.
     host_callers: set[_Key] = set()
 
-    def called(key: _Key, *lists: list[Array]) -> _Split:
+    def called(key: _Key, *lists: list[Value]) -> _Split:
         nonlocal traces
         traces += 1
         (content,) = key
@@ -126,11 +126,11 @@ def compiled(
         with for_platform(content.platform):
             return _Split.of(fun(first, *rest))
 
-    def is_of_host(key: _Key, lists: Sequence[list[Array]]) -> bool:
+    def is_of_host(key: _Key, lists: Sequence[list[Value]]) -> bool:
         # JAX traces the program once, wherever it runs.
         return calls_host(program.trace(key, *lists).jaxpr)
 
-    def run(key: _Key, *lists: list[Array]) -> _Split:
+    def run(key: _Key, *lists: list[Value]) -> _Split:
         if getattr(jax.config, "jax_disable_jit", False):
             return called(key, *lists)
         return _Split([], None) if is_of_host(key, lists) else program(key, *lists)
@@ -145,7 +145,7 @@ def compiled(
     jit: Any = eqx.filter_jit
     waited = jit(lambda first, *rest: program(*first, *rest), donate=donate)
 
-    def computed(key: _Key, lists: list[list[Array]]) -> _Split:
+    def computed(key: _Key, lists: list[list[Value]]) -> _Split:
         is_known = key in host_callers
         # Another program would keep the equation of what is not run.
         is_inside = any(isinstance(x, Tracer) for x in itertools.chain(*lists))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from .backward import custom_backward
+from .jaxpr_types import Value
 from .jaxprs import equations_in
 from .primitives import is_unknown_object, name_of
 from .traced_function import TracedFunction
@@ -77,7 +78,7 @@ def derivative_of(
 def derivative_of_program(name: str, program: TracedFunction) -> Derivative:
     """How JAX can differentiate a program of one example in its leaves."""
 
-    def ask(rows: list[Array]) -> Derivative:
+    def ask(rows: list[Value]) -> Derivative:
         one = lambda leaves: program.one(leaves, rows)
         return derivative_of(name, one, program.leaves)
 

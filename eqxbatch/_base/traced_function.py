@@ -51,7 +51,7 @@ class TracedFunction:
         self,
         fun: Callable[[Any, list], PyTree],
         leaves: PyTree,
-        arrays: list[Value],
+        arrays: list[PyTree],
         axes: Sequence[int] = (),
     ):
         given, self._treedef = jtu.tree_flatten(leaves)
@@ -59,7 +59,7 @@ class TracedFunction:
         self.leaves = [*map(wide, given)]
         self.arrays, self.axes = arrays, list(axes)
 
-        def flat(leaves: list[Value], rows: list[Value]) -> PyTree:
+        def flat(leaves: list[Value], rows: list[PyTree]) -> PyTree:
             return fun(self.cast(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)

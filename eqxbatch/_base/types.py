@@ -150,7 +150,8 @@ def _fits_one(value: Any, hint: Hint) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is dict:
         return all(fits(pair, tuple[arguments]) for pair in value.items())
-    if origin in (list, collections.abc.Sequence) or ... in arguments:
+    is_open = origin is tuple and ... in arguments
+    if is_open or origin in (list, collections.abc.Sequence):
         return all(fits(x, arguments[0]) for x in value)
     return True
 
