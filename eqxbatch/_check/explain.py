@@ -14,6 +14,7 @@ from .._base.checks import called
 from .._base.platforms import for_platform, platform
 from .._base.traced_function import TracedFunction
 from .._base.types import checked
+from .._batch.arguments import CallArguments, Leaves
 from .._batch.batch import Batch, unbatched
 from .._batch.loss import split_examples
 from .._batch.memory import explained_failure
@@ -95,7 +96,7 @@ def explain_sites(
         one = _first_example(batch)
     dynamic, static = eqx.partition(one, _has_shape)
 
-    def of_one(diff: PyTree, dynamic: list) -> PyTree:
+    def of_one(diff: PyTree, dynamic: Leaves) -> PyTree:
         args, kwargs = eqx.combine(dynamic[0], static)
         return called(fun, (eqx.combine(diff, nondiff), *args), kwargs)
 
@@ -111,11 +112,11 @@ def explain_sites(
         return report_of(traced, paths)
 
 
-def _has_shape(x: Any) -> bool:
+def _has_shape(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _first_example(batch: Batch) -> tuple[tuple, dict[str, Any]]:
+def _first_example(batch: Batch) -> CallArguments:
     """The types of the arguments of one example of a batch."""
     if batch.total() == 0:
         raise ValueError("There are no examples to look at: the batch is empty.")

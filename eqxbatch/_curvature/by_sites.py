@@ -24,6 +24,7 @@ from .._base.dtypes import common_dtype, size_groups, widened
 from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .._base.versions import varying
+from .._batch.arguments import Leaves
 from .._sites.axes import Axes, axes_in, Axis, Named, Role
 from .._sites.contract import contract
 from .._sites.cost import contraction_cost
@@ -39,7 +40,7 @@ from .._sites.site import (
     Site,
 )
 from .._sites.table import SiteTable
-from .pytree import Pair, RequestedBlocks
+from .pytree import BlockSums, Pair, RequestedBlocks
 
 
 # Pairs of leaves that are alike are contracted together if there are at least this
@@ -77,17 +78,24 @@ def struct_of(x: jax.ShapeDtypeStruct, *lead: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
 
 
+class SiteCosts(NamedTuple):
+    """Numbers of floating-point operations.
+
+    - `of_factors`: for each perturbation, those for its factors.
+    - `of_pairs`: for each pair of leaves, those of its contractions.
+    """
+
+    of_factors: dict[int, float]
+    of_pairs: dict[Pair, float]
+
+
 class AbstractSiteMatrix(abc.ABC):
     """Blocks of a sum over examples of second derivatives, from those of sites.
 
     - `program`: the function with its sites, and `leaves` its leaves.
     - `formed`: the leaves whose gradients are formed and take the place of factors.
     - `groups`: the requested pairs of leaves, grouped with those that are alike.
-    - `counts_cancelled`: whether `sums` ends with a count of examples for which blocks
-        lose digits.
     """
-
-    counts_cancelled: bool = False
 
     def __init__(
         self, program: Program, requested: RequestedBlocks, formed: Sequence[int] = ()
@@ -127,13 +135,18 @@ class AbstractSiteMatrix(abc.ABC):
 
     def sums(
         self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "..."]]:
-        """The blocks of each group, of the (weighted) sum over the examples."""
-        return self.blocks_of(self.factors(rows, axes, weights))
+    ) -> BlockSums:
+        """The blocks of the (weighted) sum over the examples."""
+        factors = self.factors(rows, axes, weights)
+        return BlockSums(self.blocks_of(factors), self.num_cancelled(factors))
 
     @abc.abstractmethod
     def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
         """The blocks of each group, from the factors of all examples."""
+
+    @abc.abstractmethod
+    def num_cancelled(self, factors: Factors) -> Real[Array, ""] | None:
+        """For how many examples blocks lose digits; None if they cannot."""
 
     @abc.abstractmethod
     def structs(self, num: int) -> Factors:
@@ -162,16 +175,13 @@ class AbstractSiteMatrix(abc.ABC):
         """The bytes kept for one example."""
         return num_bytes(self.structs(1))
 
-    def estimate(self, num: int) -> tuple[dict[int, float], dict[Pair, float]]:
-        """The cost of the sums over `num` examples, which depends on shapes only.
+    def estimate(self, num: int) -> SiteCosts:
+        """The cost of the sums over `num` examples, which depends on shapes only."""
 
-        These are the numbers of floating-point operations for the factors of each
-        perturbation, and for the contraction of each pair of leaves.
-        """
-
-        def count(factors: Factors, values: list) -> tuple[dict, dict]:
+        def count(factors: Factors, values: Leaves) -> SiteCosts:
             factors = dataclasses.replace(factors, values=values)
-            return self.costs_of_factors(num, factors), self._costs(factors)
+            of_factors = self.costs_of_factors(num, factors)
+            return SiteCosts(of_factors, self._costs(factors))
 
         values = self.program.value_structs()
         return eqx.filter_eval_shape(count, self.structs(num), values)
@@ -294,7 +304,7 @@ class AbstractSiteMatrix(abc.ABC):
             return axis.role is Role.VIEW
         return axis.is_of_leaf
 
-    def _of_leaves(self, use: Use, values: list, block: Array) -> Array:
+    def _of_leaves(self, use: Use, values: Leaves, block: Array) -> Array:
         """The block of two leaves, from the block of their sites' views."""
         site, other = use
         block = block * (scale_of(site) * scale_of(other))
@@ -334,7 +344,7 @@ def _over(fun: Callable[[PairFactors], Array], pairs: list[PairFactors]) -> Arra
 
 
 def _diagonal_of(
-    block: Array, use: Use, struct: Any, views: list, values: list
+    block: Array, use: Use, struct: Any, views: Leaves, values: Leaves
 ) -> Array:
     """The diagonal of a block of two sites of a leaf, in the shape of the leaf.
 
@@ -357,7 +367,7 @@ def _diagonal_of(
 
 
 def _pulled_to_leaf(
-    site: Site, struct: Any, view: Any, values: list
+    site: Site, struct: Any, view: Any, values: Leaves
 ) -> Callable[[Array], Array]:
     """Pulls an array back from a view of a leaf to the leaf."""
     back = site.view.transposed(struct, values)
@@ -407,16 +417,14 @@ _WORTH_TWO = 0.8
 def cheapest(
     table: SiteTable,
     covered: set[int],
-    estimate: tuple[dict[int, float], dict[Pair, float]],
+    estimate: SiteCosts,
     columns: dict[int, float],
 ) -> set[int]:
     """The leaves to compute from sites, so that the total cost is minimal.
 
-    `estimate` has the costs of perturbations and of pairs of leaves by sites, and
-    `columns` those of leaves by products. Leaves that share a perturbation, such as a
-    weight and its bias, are chosen together.
+    `columns` has the costs of leaves by products. Leaves that share a perturbation,
+    such as a weight and its bias, are chosen together.
     """
-    of_factors, of_pairs = estimate
     met = {leaf: {site.perturbation for site in table.of(leaf)} for leaf in covered}
     clusters: list[set[int]] = []
     for leaf in sorted(covered):
@@ -426,9 +434,11 @@ def cheapest(
 
     def cost(leaves: set[int]) -> float:
         used = set().union(*(met[leaf] for leaf in leaves))
-        by_sites = sum(of_factors.get(number, 0.0) for number in used)
+        by_sites = sum(estimate.of_factors.get(number, 0.0) for number in used)
         by_sites += sum(
-            flops for pair, flops in of_pairs.items() if leaves.issuperset(pair)
+            flops
+            for pair, flops in estimate.of_pairs.items()
+            if leaves.issuperset(pair)
         )
         return by_sites + sum(columns[i] for i in columns if i not in leaves)
 

@@ -4,7 +4,7 @@ The cheapest way is chosen.
 """
 
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact, Real
@@ -13,6 +13,7 @@ from .._base.compile import num_bytes
 from .._base.jaxprs import first_use
 from .._base.platforms import platform
 from .._base.trees import log
+from .._batch.arguments import RowArrays
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._batch.sums import Sum
@@ -25,7 +26,7 @@ from .columns import (
 )
 from .from_jacobian import JacobianMatrix
 from .functions import AbstractCurvature, GaussNewtonCurvature, LossCurvature
-from .pytree import Pair, RequestedBlocks
+from .pytree import BlockSums, Pair, RequestedBlocks
 
 
 # What has sums of blocks over examples.
@@ -34,6 +35,13 @@ ByExample = AbstractSiteMatrix | JacobianMatrix
 
 # The number of examples for which contractions are estimated.
 _COUNTED = 32
+
+
+class _Covered(NamedTuple):
+    """A function with its sites, and the leaves that have rules there."""
+
+    program: Program
+    leaves: set[int]
 
 
 class CurvatureBlocks:
@@ -77,15 +85,14 @@ class CurvatureBlocks:
         return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
 
     def sums(
-        self, rows: list, weights: Real[Array, " n"] | None
+        self, rows: RowArrays, weights: Real[Array, " n"] | None
     ) -> list[Inexact[Array, "pairs ..."]]:
         """The blocks of each group of pairs, summed over some examples."""
         sums: list[Array] = []
         rest = self.requested.leaves
         if self._by_example is not None:
-            sums += self._by_examples(self._by_example, rows, weights)
-            if self._by_example.counts_cancelled:
-                sums = self._unless_cancelled(sums, rows, weights)
+            of_examples = self._by_examples(self._by_example, rows, weights)
+            sums += self._unless_cancelled(of_examples, rows, weights)
             rest -= self._by_example.requested.leaves
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
@@ -94,11 +101,12 @@ class CurvatureBlocks:
         return sums
 
     def _unless_cancelled(
-        self, sums: list[Array], rows: list, weights: Array | None
+        self, sums: BlockSums, rows: RowArrays, weights: Array | None
     ) -> list[Array]:
         """The blocks from sites, or from products if terms cancel for some examples."""
+        if sums.num_cancelled is None:
+            return sums.blocks
         assert isinstance(self._by_example, AbstractSiteMatrix)
-        *sums, num_cancelled = sums
         groups, table = self._by_example.groups, self._by_example.program.table
         leaves = self._by_example.requested.leaves
         total = rows[0].shape[self.curvature.axes[0]] if rows else 1
@@ -115,7 +123,8 @@ class CurvatureBlocks:
             return [jnp.stack([blocks[pair] for pair in pairs]) for pairs in groups]
 
         arrays = [*self.curvature.leaves, *rows]
-        return unless_cancelled(num_cancelled[None] > 0, arrays, sums, products)
+        flags = sums.num_cancelled[None] > 0
+        return unless_cancelled(flags, arrays, sums.blocks, products)
 
     @property
     def groups(self) -> list[list[Pair]]:
@@ -128,8 +137,8 @@ class CurvatureBlocks:
         ]
 
     def _by_examples(
-        self, matrix: ByExample, rows: list, weights: Array | None
-    ) -> list[Array]:
+        self, matrix: ByExample, rows: RowArrays, weights: Array | None
+    ) -> BlockSums:
         """Computes sums of blocks, for examples whose factors are small at a time."""
         requested, axes = self.requested, self.curvature.axes
         if not axes:
@@ -146,7 +155,7 @@ class CurvatureBlocks:
         self,
         pairs: list[Pair],
         columns: set[int],
-        rows: list,
+        rows: RowArrays,
         weights: Array | None,
         size: int | None,
     ) -> dict[Pair, Array]:
@@ -197,8 +206,8 @@ class CurvatureBlocks:
             return None
         return of_sites(*self._program(chosen))
 
-    def _program(self, leaves: set[int]) -> tuple[Program, set[int]]:
-        """The function with the sites of some leaves, and the leaves that have rules.
+    def _program(self, leaves: set[int]) -> _Covered:
+        """The function with the sites of those leaves, among some, that have rules.
 
         Leaves without a rule are not perturbed, or their Jacobian is formed.
         """
@@ -220,7 +229,7 @@ class CurvatureBlocks:
             )
             covered = {i for i in leaves if i in formed or is_known(program.table, i)}
             if covered == leaves:
-                return program, covered
+                return _Covered(program, covered)
             if curvature.forms_rest:
                 formed |= leaves - covered
             else:

@@ -28,6 +28,7 @@ from .._base.modes import (
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
+from .._batch.arguments import Leaves, RowArrays
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._sites.cost import pushed_cost
@@ -56,7 +57,7 @@ Gradient = Callable[[list, Sequence[int]], list]
 
 def product_blocks(
     products: Products,
-    leaves: list,
+    leaves: list[Array],
     order: list[int],
     requested: RequestedBlocks,
     size: int | None,
@@ -106,11 +107,11 @@ def product_blocks(
 
 
 def product_costs(
-    products: Products, leaves: list, order: list[int]
+    products: Products, leaves: list[Array], order: list[int]
 ) -> dict[int, float]:
     """The number of floating-point operations for all columns of each leaf."""
 
-    def count(leaves: list) -> dict[int, float]:
+    def count(leaves: list[Array]) -> dict[int, float]:
         point = [leaves[i] for i in order]
         linear = products(leaves, order, [*range(len(leaves))])
         jaxpr = jax.make_jaxpr(linear)(point).jaxpr
@@ -128,7 +129,7 @@ def hessian_products(
     With `is_single`, the product is run only once.
     """
 
-    def forward(leaves: list, group: list[int], rows: list[int]) -> Linear:
+    def forward(leaves: list[Array], group: list[int], rows: list[int]) -> Linear:
         changed = lambda values: gradient(replaced(leaves, group, values), rows)
         point = [leaves[i] for i in group]
         if is_single:
@@ -136,7 +137,7 @@ def hessian_products(
             return lambda vector: jax.jvp(changed, (point,), (vector,))[1]
         return jax.linearize(changed, point)[1]
 
-    def reverse(leaves: list, group: list[int], rows: list[int]) -> Linear:
+    def reverse(leaves: list[Array], group: list[int], rows: list[int]) -> Linear:
         changed = lambda values: gradient(replaced(leaves, rows, values), group)
         pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(seeds)[0]
@@ -159,7 +160,7 @@ def images(
     `point` is like the argument of the function. The directions are along an `axis` of
     all results, and `size` of them are computed at a time.
     """
-    return _in_blocks(jax.vmap(linear, out_axes=axis), point, size, axis)
+    return _of_one_hot(jax.vmap(linear, out_axes=axis), point, size, axis)
 
 
 def diagonal_entries(
@@ -167,7 +168,7 @@ def diagonal_entries(
 ) -> list[Inexact[Array, " n"]]:
     """The diagonal of a linear function whose result is like its argument."""
 
-    def entries(seeds: list) -> list:
+    def entries(seeds: list[Array]) -> list:
         outs = jax.vmap(linear)(seeds)
         dtype = common_dtype(*(out.dtype for out in outs))
         parts = [
@@ -176,10 +177,10 @@ def diagonal_entries(
         ]
         return [sum(parts[1:], parts[0])]
 
-    return _in_blocks(entries, point, size, 0)
+    return _of_one_hot(entries, point, size, 0)
 
 
-def _in_blocks(
+def _of_one_hot(
     fun: Linear, point: Sequence[Array], size: int | None, axis: int
 ) -> list[Array]:
     total = sum(x.size for x in point)
@@ -199,7 +200,10 @@ def one_hot_seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array
 
 
 def by_columns(
-    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+    values: Callable[[list], list],
+    leaves: list[Array],
+    structs: Leaves,
+    size: int | None,
 ) -> list[list[Array]]:
     """Forward-mode derivatives with respect to the entries of the leaves.
 
@@ -218,7 +222,10 @@ def by_columns(
 
 
 def by_rows(
-    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+    values: Callable[[list], list],
+    leaves: list[Array],
+    structs: Leaves,
+    size: int | None,
 ) -> list[list[Array]]:
     """Reverse-mode derivatives of the entries of the outputs.
 
@@ -239,7 +246,10 @@ def by_rows(
 
 
 def _pulled_back(
-    values: Callable[[list], list], leaves: list, structs: list, size: int | None
+    values: Callable[[list], list],
+    leaves: list[Array],
+    structs: Leaves,
+    size: int | None,
 ) -> list[list[Array]]:
     """Like `by_rows`, for outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
@@ -299,7 +309,7 @@ def with_both_modes(program: TracedFunction, derivative: Derivative) -> TracedFu
     """
     point = program.leaves
 
-    def run(leaves: list, rows: list) -> list[Array]:
+    def run(leaves: list[Array], rows: RowArrays) -> list[Array]:
         one = lambda leaves: program.one(leaves, rows)
         return expanded(expansion(one, point, derivative), point, leaves)
 

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Concatenate, Generic, TypeVar
+from typing import Any, ClassVar, Concatenate, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ from .._base.narrow import wide
 from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._base.versions import varying
+from .._batch.arguments import Arguments, RowArrays
 from .._batch.derivative import like_parameters
 from .._batch.loss import Loss
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -39,17 +40,17 @@ class AbstractProduct(AbstractSecondOrder):
 
     second_argument: ClassVar[str | None] = "vector"
 
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+    def specs(self, args: Arguments, kwargs: dict[str, Any], out: PyTree) -> PyTree:
         diff, _ = self.parameters(args, kwargs)
         like = jtu.tree_map(spec_of, diff)
         return (like, PartitionSpec()) if self.has_aux else like
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         loss = self.in_microbatches(args, kwargs)
         tangents = like_parameters("The vector", args[1], loss.diff)
         curvature = self.curvature(loss)
 
-        def products(rows: list, weights: Array | None) -> list[Array]:
+        def products(rows: RowArrays, weights: Array | None) -> list[Array]:
             leaves, every = curvature.leaves, [*range(len(tangents))]
             pairs = safe_zip(leaves, tangents)
             local = [vary_as([x], wide(tangent)) for x, tangent in pairs]
@@ -188,6 +189,13 @@ filter_ggnvp = also_decorator("filter_ggnvp", GGNVP)
 _Out = TypeVar("_Out")
 
 
+class _Jet(NamedTuple):
+    """The derivatives of outputs along a line, and the outputs that have none."""
+
+    derivatives: list[PyTree]
+    rest: PyTree
+
+
 class TaylorExpansion(eqx.Module, Generic[_Out]):
     """A Taylor polynomial of a model in its parameters.
 
@@ -215,23 +223,23 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
                 f"expanded, {shown(start)}; got {shown(end)}."
             )
 
-        def along(t: Array) -> tuple[list[PyTree], PyTree]:
+        def along(t: Array) -> _Jet:
             move = lambda a, b: a + t.astype(a.dtype) * (b - a)
             moved = jtu.tree_map(move, start, end)
             out = eqx.combine(moved, static)(*args, **kwargs)
             dynamic, rest = eqx.partition(out, eqx.is_inexact_array)
-            return [dynamic], rest
+            return _Jet([dynamic], rest)
 
-        def derivatives(degree: int) -> Callable[[Array], tuple[list[PyTree], PyTree]]:
-            """The derivatives up to this degree, and the outputs that have none."""
+        def derivatives(degree: int) -> Callable[[Array], _Jet]:
+            """The derivatives up to this degree."""
             if degree == 0:
                 return along
 
-            def next_one(t: Array) -> tuple[list[PyTree], PyTree]:
+            def next_one(t: Array) -> _Jet:
                 lower, tangents, rest = jax.jvp(
                     derivatives(degree - 1), (t,), (one,), has_aux=True
                 )
-                return [*lower, tangents[-1]], rest
+                return _Jet([*lower, tangents[-1]], rest)
 
             return next_one
 

@@ -1,7 +1,7 @@
 """What replaces the Hessian of a loss in a Gauss-Newton matrix."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, Literal
 
 import equinox as eqx
@@ -156,7 +156,10 @@ def root(
 
 
 def drawn_labels(
-    draw: Callable[[PyTree], PyTree], out: PyTree, args: list, kwargs: dict[str, Any]
+    draw: Callable[[PyTree], PyTree],
+    out: PyTree,
+    args: Sequence[PyTree],
+    kwargs: dict[str, Any],
 ) -> PyTree:
     """A label for an output of the model, to replace the last argument."""
     if kwargs or not args:

@@ -26,11 +26,12 @@ from .._base.dtypes import common_dtype
 from .._base.mesh import coupled_axes, vary_as
 from .._base.modes import pushforward
 from .._base.trees import safe_zip
+from .._batch.arguments import RowArrays
 from .._sites.axes import Axis, Named, Role
 from .._sites.contract import contract
 from .columns import LEAST_COLUMNS, one_hot_seeds
 from .functions import GaussNewtonCurvature, Weights
-from .pytree import joined, Pair, RequestedBlocks
+from .pytree import BlockSums, joined, Pair, RequestedBlocks
 
 
 class _Sides(NamedTuple):
@@ -49,8 +50,6 @@ class JacobianMatrix:
 
     They are summed over examples, as by an `AbstractSiteMatrix`.
     """
-
-    counts_cancelled = False
 
     def __init__(self, curvature: GaussNewtonCurvature, requested: RequestedBlocks):
         self._curvature, self.requested = curvature, requested
@@ -98,16 +97,14 @@ class JacobianMatrix:
         entries = self._num_parameters * self._curvature.num_vectors
         return 2 * entries * self._dtype.itemsize
 
-    def sums(
-        self, rows: list[Array], axes: Sequence[int], weights: Weights
-    ) -> list[Inexact[Array, "pair ..."]]:
-        """The blocks of each group, of the (weighted) sum over the examples."""
+    def sums(self, rows: RowArrays, axes: Sequence[int], weights: Weights) -> BlockSums:
+        """The blocks of the (weighted) sum over the examples."""
         # The gradient of a leaf that is the same on all devices would be summed over
         # them.
         leaves = vary_as([*self.leaves, *rows], self.leaves)
         compute = self._columns if self.is_by_columns else self._rows
         sides = compute(leaves, rows, axes, weights)
-        multiply = _diagonal if self.requested.is_diagonal else _product
+        multiply = _sums_of_rows if self.requested.is_diagonal else _square
         parts: dict[int, Array] = {}
         for part in {*self._part_of.values()}:
             of_part = [leaf for leaf, x in self._part_of.items() if x == part]
@@ -115,12 +112,12 @@ class JacobianMatrix:
             chosen = (_Sides(*(x[entries] for x in pair)) for pair in sides)
             parts[part] = functools.reduce(jnp.add, map(multiply, chosen))
         matrices = (parts[self._part_of[pairs[0][0]]] for pairs in self.groups)
-        return [*map(self._blocks, self.groups, matrices)]
+        return BlockSums([*map(self._blocks, self.groups, matrices)])
 
     def _columns(
         self,
         leaves: list[Array],
-        rows: list[Array],
+        rows: RowArrays,
         axes: Sequence[int],
         weights: Weights,
     ) -> list[_Sides]:
@@ -136,13 +133,13 @@ class JacobianMatrix:
     def _rows(
         self,
         leaves: list[Array],
-        rows: list[Array],
+        rows: RowArrays,
         axes: Sequence[int],
         weights: Weights,
     ) -> list[_Sides]:
         """The two sides for the only vector of each example, in reverse mode."""
 
-        def of_example(rows: list[Array], weight: Real[Array, ""] | None) -> _Sides:
+        def of_example(rows: RowArrays, weight: Real[Array, ""] | None) -> _Sides:
             outs, pull = jax.vjp(self._curvature.outputs(rows, ()), leaves)
             vectors, curve = self._curvature.of_outputs(outs, rows)
             seeds = [vary_as([out], x[0]) for out, x in safe_zip(outs, vectors)]
@@ -178,12 +175,12 @@ class JacobianMatrix:
         return blocks.reshape(len(pairs), *leaves[0].shape, *leaves[1].shape)
 
 
-def _product(sides: _Sides) -> Inexact[Array, "parameters parameters"]:
+def _square(sides: _Sides) -> Inexact[Array, "parameters parameters"]:
     rows = [Axis(Role.ENTRY, side=side) for side in (0, 1)]
     outputs = tuple(Axis(Role.OUTPUT, i) for i in range(sides.left.ndim - 1))
     terms = [Named(x, (row, *outputs)) for x, row in safe_zip(sides, rows)]
     return contract(terms, tuple(rows))
 
 
-def _diagonal(sides: _Sides) -> Inexact[Array, " parameters"]:
+def _sums_of_rows(sides: _Sides) -> Inexact[Array, " parameters"]:
     return jnp.sum(sides.left * sides.right, range(1, sides.left.ndim))

@@ -29,6 +29,7 @@ from .._base.modes import (
 )
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._batch.arguments import RowArrays
 from .._batch.derivative import AbstractOverExamples
 from .._batch.loss import check_outputs, check_value, Loss
 from .._sites.program import Program, Seeds
@@ -96,7 +97,7 @@ class AbstractCurvature(abc.ABC):
     ) -> AbstractSiteMatrix:
         """The requested blocks, from sites."""
 
-    def aux(self, rows: list) -> PyTree:
+    def aux(self, rows: RowArrays) -> PyTree:
         """The auxiliary output of the function for some examples, if it has one."""
         if not self.has_aux:
             return None
@@ -105,7 +106,7 @@ class AbstractCurvature(abc.ABC):
 
     @abc.abstractmethod
     def products(
-        self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
+        self, rows: RowArrays, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         """Products with the matrix of some examples; of one, if there are no `axes`.
 
@@ -178,7 +179,7 @@ class LossCurvature(AbstractCurvature):
         )
 
     def products(
-        self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
+        self, rows: RowArrays, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         reason = self._without_mode
         is_reverse = self._mode == "rev" or reason is not None
@@ -192,18 +193,18 @@ class LossCurvature(AbstractCurvature):
         return hessian_products(gradient, is_reverse=is_reverse, is_single=is_single)
 
     def _gradient(
-        self, rows: list, weights: Array | None = None, axes: Sequence[int] = ()
+        self, rows: RowArrays, weights: Array | None = None, axes: Sequence[int] = ()
     ) -> Gradient:
         """The gradient of the weighted sum of some examples, or of one."""
 
-        def value(leaves: list) -> Array:
+        def value(leaves: list[Array]) -> Array:
             if not axes:
                 return self.program.one(leaves, rows)[0]
             return total_loss(self.program.many(leaves, rows)[0], weights)
 
         value = jax.checkpoint(value) if self._checkpoint else value
 
-        def gradient(leaves: list, which: Sequence[int]) -> list:
+        def gradient(leaves: list[Array], which: Sequence[int]) -> list:
             changed = lambda values: value(replaced(leaves, which, values))
             point = [leaves[i] for i in which]
             return jax.grad(changed, holomorphic=self._holomorphic)(point)
@@ -232,7 +233,7 @@ class LossCurvature(AbstractCurvature):
         """The untraced answer of `ask(gradient, point)`, about these leaves."""
         point = [self.leaves[i] for i in which]
 
-        def of_example(rows: list) -> _T:
+        def of_example(rows: RowArrays) -> _T:
             gradient = self._gradient(rows)
             changed = lambda values: replaced(self.leaves, which, values)
             return ask(lambda values: gradient(changed(values), which), point)
@@ -278,7 +279,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     def _gradient(self) -> Callable[[Callable[..., Array]], Callable[..., list]]:
         """`jax.grad` for functions of outputs, in the mode that the loss has."""
 
-        def ask(rows: list) -> bool:
+        def ask(rows: RowArrays) -> bool:
             loss = lambda outs: self._loss_of(outs, rows)
             outs = self._traced.one(self.leaves, rows)
             reason = without_reverse_mode(loss, outs)
@@ -291,7 +292,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     def _is_reverse(self) -> bool:
         """Whether the loss's gradient in the outputs lacks forward mode."""
 
-        def ask(rows: list) -> bool:
+        def ask(rows: RowArrays) -> bool:
             gradient = self._gradient(lambda outs: self._loss_of(outs, rows))
             outs = self._traced.one(self.leaves, rows)
             reason = without_forward_mode(gradient, outs)
@@ -327,7 +328,7 @@ class GaussNewtonCurvature(AbstractCurvature):
             return sum(x.size for x in self._structs)
         return self._fisher.num_samples
 
-    def of_outputs(self, outs: list, rows: list) -> Seeds:
+    def of_outputs(self, outs: list[Array], rows: RowArrays) -> Seeds:
         """The vectors to pull back, and the curvature between them."""
         if self._fisher is not None:
             return Seeds(self._seeds(self._fisher, outs, rows))
@@ -336,12 +337,12 @@ class GaussNewtonCurvature(AbstractCurvature):
         return Seeds(unravel(every), self._curve(outs, rows))
 
     def products(
-        self, rows: list, weights: Weights, axes: Sequence[int], is_single: bool
+        self, rows: RowArrays, weights: Weights, axes: Sequence[int], is_single: bool
     ) -> Products:
         del is_single
         outputs = self.outputs(rows, axes)
 
-        def products(leaves: list, group: list[int], of: list[int]) -> Linear:
+        def products(leaves: list[Array], group: list[int], of: list[int]) -> Linear:
             """`J^T C J`, for the Jacobian of outputs and a matrix for them."""
             changed = lambda values: outputs(replaced(leaves, group, values))
             point = [leaves[i] for i in group]
@@ -353,28 +354,34 @@ class GaussNewtonCurvature(AbstractCurvature):
 
         return products
 
-    def outputs(self, rows: list, axes: Sequence[int]) -> Linear:
+    def outputs(self, rows: RowArrays, axes: Sequence[int]) -> Linear:
         """The outputs of some examples as a function of all leaves."""
         point, run = self.leaves, self._traced.one
         if not self.forms_rest:
             run = jax.checkpoint(run) if self._checkpoint else run
-            return lambda leaves: _over(lambda rows: run(leaves, rows), axes, rows)
+            return lambda leaves: _over_examples(
+                lambda rows: run(leaves, rows), axes, rows
+            )
 
-        def of_one(rows: list) -> Expansion:
+        def of_one(rows: RowArrays) -> Expansion:
             return expansion(lambda leaves: run(leaves, rows), point, self.derivative)
 
         # The Jacobian is computed once for all products.
-        expansions = _over(of_one, axes, rows)
+        expansions = _over_examples(of_one, axes, rows)
         expand = lambda leaves: lambda _, known: expanded(known, point, leaves)
-        return lambda leaves: _over(expand(leaves), axes, rows, expansions)
+        return lambda leaves: _over_examples(expand(leaves), axes, rows, expansions)
 
     def curved(
-        self, outs: list, rows: list, weights: Array | None, axes: Sequence[int]
+        self,
+        outs: list[Array],
+        rows: RowArrays,
+        weights: Array | None,
+        axes: Sequence[int],
     ) -> Linear:
         """The product with the Hessian of all losses, or with what replaces it."""
         if self._fisher is None and self._gradient is jax.grad:
             one = lambda rows, outs: self._loss_of(outs, rows)
-            value = lambda outs: jnp.sum(_over(one, axes, rows, outs))
+            value = lambda outs: jnp.sum(_over_examples(one, axes, rows, outs))
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
                 curve = lambda seeds: pull(seeds)[0]
@@ -382,11 +389,13 @@ class GaussNewtonCurvature(AbstractCurvature):
                 curve = jax.linearize(jax.grad(value), outs)[1]
             # The loss may have a backward pass that is not linear.
             return lambda seeds: _times_weights(curve(seeds), weights)
-        vectors = _over(
+        vectors = _over_examples(
             lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
         )
 
-        def product(_: list, factors: tuple[list, list, Curve, Array | None]) -> list:
+        def product(
+            _: RowArrays, factors: tuple[list, list, Curve, Array | None]
+        ) -> list:
             seeds, vectors, curve, weight = factors
             dtype = common_dtype(*(seed.dtype for seed in seeds))
             parts = [
@@ -398,10 +407,12 @@ class GaussNewtonCurvature(AbstractCurvature):
             along = along if weight is None else weight.astype(along.dtype) * along
             return [jnp.tensordot(along.astype(x.dtype), x, 1) for x in vectors]
 
-        return lambda seeds: _over(product, axes, rows, (seeds, *vectors, weights))
+        return lambda seeds: _over_examples(
+            product, axes, rows, (seeds, *vectors, weights)
+        )
 
     def _seeds(
-        self, fisher: AbstractFisher, outs: list, rows: list
+        self, fisher: AbstractFisher, outs: list[Array], rows: RowArrays
     ) -> list[Inexact[Array, "samples *out"]]:
         """For each output of an example, vectors whose outer products give the matrix.
 
@@ -425,7 +436,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         scale = fisher.num_samples**-0.5
         return [lax.stop_gradient(x * scale) for x in vectors]
 
-    def _loss_of(self, outs: list, rows: list, key: Array | None = None) -> Array:
+    def _loss_of(
+        self, outs: list[Array], rows: RowArrays, key: Array | None = None
+    ) -> Array:
         """The loss of an example, or of a label that is drawn for it with a key."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
         out = as_complex(self._traced.output(outs))
@@ -436,7 +449,9 @@ class GaussNewtonCurvature(AbstractCurvature):
         value = called(self._loss, (out, *rest), kwargs, _LOSS, of)
         return check_value(value, what="loss")
 
-    def _curve(self, outs: list, rows: list) -> Inexact[Array, "outputs outputs"]:
+    def _curve(
+        self, outs: list[Array], rows: RowArrays
+    ) -> Inexact[Array, "outputs outputs"]:
         unravel = Unravel(outs)
         flat = joined(outs, unravel.dtype)
         value = lambda flat: self._loss_of(unravel(flat), rows)
@@ -447,8 +462,8 @@ class GaussNewtonCurvature(AbstractCurvature):
 _LOSS = "`loss`, whose arguments are the output of `fun` and all but its first,"
 
 
-def _over(
-    one: Callable[..., Any], axes: Sequence[int], rows: list, *others: PyTree
+def _over_examples(
+    one: Callable[..., Any], axes: Sequence[int], rows: RowArrays, *others: PyTree
 ) -> Any:
     """Maps `one(rows, *others)` over examples; `others` have them along axis 0.
 
@@ -460,7 +475,7 @@ def _over(
     return jax.vmap(one, in_axes)(rows, *others)
 
 
-def _times_weights(outs: list, weights: Weights) -> list:
+def _times_weights(outs: list[Array], weights: Weights) -> list:
     """Arrays of examples along axis 0, times the weights of these."""
     if weights is None:
         return outs

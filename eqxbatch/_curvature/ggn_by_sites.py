@@ -32,6 +32,7 @@ from .._base.jaxprs import callee
 from .._base.primitives import LINEAR_IN_ALL, name_of, with_trait
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
+from .._batch.arguments import RowArrays
 from .._sites.axes import Axis, EXAMPLE, Named, Role
 from .._sites.cost import forming_cost, num_products
 from .._sites.factors import Factor, Factors
@@ -109,6 +110,9 @@ class SiteGaussNewton(AbstractSiteMatrix):
         table = self.program.table
         jacobians = {i: of_leaf(table, factors, i).jacobian() for i in self.formed}
         return self.contracted_blocks(dataclasses.replace(factors, jacobians=jacobians))
+
+    def num_cancelled(self, factors: Factors) -> None:
+        del factors  # Jacobians whose terms may cancel are formed.
 
     def structs(self, num: int) -> Factors:
         table, vectors = self.program.table, self._num_vectors
@@ -209,7 +213,7 @@ def paired_outputs(program: Program) -> list[int | None]:
     the pullback, which has the derivative of every custom rule.
     """
 
-    def pulled(seeds: list, leaves: list, rows: list) -> list:
+    def pulled(seeds: list[Array], leaves: list[Array], rows: RowArrays) -> list:
         return program.linearize(leaves, rows).pullback(seeds)
 
     table, outs = program.table, [var.aval for var in program.jaxpr.outvars]

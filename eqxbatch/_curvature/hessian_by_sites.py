@@ -21,13 +21,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact
+from jaxtyping import Array, Inexact, Real
 
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, run_jaxpr
 from .._base.mesh import vary_as
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
+from .._batch.arguments import RowArrays
 from .._sites.axes import Axis, EXAMPLE, Named
 from .._sites.cancel import cancels
 from .._sites.cost import pushed_cost
@@ -118,7 +119,7 @@ class SiteHessian(AbstractSiteMatrix):
         self._summed = [
             i for i in sorted(requested.leaves) if is_sum(program.table.of(i))
         ]
-        self.counts_cancelled = counts_cancelled and len(self._summed) > 0
+        self._counts_cancelled = counts_cancelled and len(self._summed) > 0
 
     def kind(self, site: Site, other: Site) -> tuple:
         z, y = site.perturbation, other.perturbation
@@ -127,15 +128,17 @@ class SiteHessian(AbstractSiteMatrix):
 
     def blocks_of(self, factors: Factors) -> list[Inexact[Array, "..."]]:
         sources = _sources(self.program.table, factors)
-        blocks = _with_curved(self, sources, self.contracted_blocks(factors))
-        if self.counts_cancelled:
-            # Blocks are sums over pairs of the terms of gradients, which keep no digits
-            # if these terms nearly cancel.
-            table = self.program.table
-            flags = cancels([of_leaf(table, factors, i) for i in self._summed])
-            assert flags is not None
-            blocks.append(jnp.sum(flags.array, dtype=jnp.float32))
-        return blocks
+        return _with_curved(self, sources, self.contracted_blocks(factors))
+
+    def num_cancelled(self, factors: Factors) -> Real[Array, ""] | None:
+        if not self._counts_cancelled:
+            return None
+        # Blocks are sums over pairs of the terms of gradients, which keep no digits if
+        # these terms nearly cancel.
+        table = self.program.table
+        flags = cancels([of_leaf(table, factors, i) for i in self._summed])
+        assert flags is not None
+        return jnp.sum(flags.array, dtype=jnp.float32)
 
     def factors(
         self, rows: list[Array], axes: Sequence[int], weights: Array | None
@@ -158,7 +161,7 @@ class SiteHessian(AbstractSiteMatrix):
         seed = full_varying_as(aval, 1)
         seed = seed if weight is None else seed * weight.astype(aval.dtype)
 
-        def run(point: list) -> list:
+        def run(point: list[Array]) -> list:
             args = [*point, *self.leaves, *rows, seed]
             return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
@@ -166,7 +169,9 @@ class SiteHessian(AbstractSiteMatrix):
         for push, numbers in self.pushes:
             zeros = [point[z] for z in push]
 
-            def results(zs: list, push: list = push, numbers: list = numbers) -> list:
+            def results(
+                zs: list[Array], push: list[int] = push, numbers: list[int] = numbers
+            ) -> list:
                 outs = run(replaced(point, push, zs))
                 return [outs[i] for i in numbers]
 
@@ -269,7 +274,9 @@ def _perturbed_gradient(program: Program, remat: bool) -> Any:
     """The jaxpr of cotangents and operands, from perturbations and one example."""
     leaves, rows = program.traced.zeros()
 
-    def gradient(point: list, leaves: list, rows: list, weight: Array) -> list:
+    def gradient(
+        point: list[Array], leaves: list[Array], rows: RowArrays, weight: Array
+    ) -> list:
         at_point = program.linearize(leaves, rows, point, remat=remat)
         return [*at_point.pullback([weight]), *at_point.operands]
 
@@ -336,8 +343,8 @@ def _with_curved(
     curved = {s.leaf: False for s in table.sites if s.source is not None}
     curved |= {s.leaf: True for s in table.sites if s.is_coupled}
 
-    def gradient(leaves: list, which: Sequence[int]) -> list:
-        def value(point: list) -> Array:
+    def gradient(leaves: list[Array], which: Sequence[int]) -> list:
+        def value(point: list[Array]) -> Array:
             nodes = [x for x, _ in sources]
             values = evaluated(nodes, replaced(leaves, which, point))
             terms = (jnp.sum(values[x] * weight) for x, weight in sources)

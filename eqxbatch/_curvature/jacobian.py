@@ -24,6 +24,7 @@ from .._base.traced_function import TracedFunction
 from .._base.trees import log, safe_zip
 from .._base.versions import varying
 from .._batch.accumulators import Concat
+from .._batch.arguments import Arguments, Leaves, RowArrays
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import run_blocks
 from .._batch.loss import check_outputs
@@ -47,7 +48,7 @@ class AbstractReplicated(AbstractSharded):
     They are replicated on all devices.
     """
 
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+    def specs(self, args: Arguments, kwargs: dict[str, Any], out: PyTree) -> PyTree:
         del args, kwargs, out
         return PartitionSpec()
 
@@ -70,7 +71,7 @@ class AbstractColumns(AbstractReplicated):
             check_at_least("num_blocks", self.num_blocks, 1)
 
     def num_columns(
-        self, total: int, args: tuple, kwargs: dict[str, Any], **settings: Any
+        self, total: int, args: Arguments, kwargs: dict[str, Any], **settings: Any
     ) -> int | None:
         """How many of all columns are computed at a time; None for all of a group.
 
@@ -240,7 +241,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
                 "the budget as `microbatch_size`."
             )
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         if self.in_axes is None:
             return self._of_one(args, kwargs)
         first, batch = args[:1], self.batch(args, kwargs)
@@ -266,11 +267,11 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         blocks = self.blocks(batch, args, kwargs, batch.total())
         return run_blocks(run, batch.rows(), blocks, slots)
 
-    def _of_one(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _of_one(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         fun = self.loss_of(args, kwargs)
         diff = fun.diff
 
-        def run(diff: PyTree, _: list) -> PyTree:
+        def run(diff: PyTree, _: RowArrays) -> PyTree:
             out, aux = fun.outputs(diff, [])
             as_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(as_array, out), aux
@@ -312,7 +313,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
     def _values(self, program: TracedFunction, which: Sequence[int]) -> Linear:
         """Some outputs of a program as a function of its leaves."""
 
-        def values(leaves: list) -> list:
+        def values(leaves: list[Array]) -> list:
             outs = program.one(leaves, [])
             return [outs[i] for i in which]
 
@@ -322,7 +323,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         self,
         program: TracedFunction,
         again: Callable[[frozenset], TracedFunction],
-        structs: list,
+        structs: Leaves,
         size: int | None,
     ) -> list[list[Array]]:
         """The Jacobian by rows; inside `jax.shard_map`, that of this device.
@@ -343,7 +344,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         return [blocks[i] for i in range(len(structs))]
 
     def _checked_mode(
-        self, program: TracedFunction, values: Linear, structs: list
+        self, program: TracedFunction, values: Linear, structs: Leaves
     ) -> Literal["fwd", "rev"]:
         """The mode that needs fewer passes, among those that are differentiable."""
         if self.holomorphic and not all(map(is_complex, structs)):
@@ -394,13 +395,13 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             )
         return "fwd" if is_forward else "rev"
 
-    def _num_rows(self, structs: list) -> int:
+    def _num_rows(self, structs: Leaves) -> int:
         """The number of pullbacks in reverse mode."""
         parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
         return sum(parts(struct) * struct.size for struct in structs)
 
     def _arranged(
-        self, blocks: list[list[Array]], leaves: list, diff: PyTree, out: PyTree
+        self, blocks: list[list[Array]], leaves: list[Array], diff: PyTree, out: PyTree
     ) -> Any:
         unravel = Unravel(diff)
         trees: list[PyTree] = []

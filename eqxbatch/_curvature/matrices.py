@@ -17,6 +17,7 @@ from .._base.mesh import sum_except
 from .._base.platforms import products_of
 from .._base.trees import safe_zip
 from .._base.versions import varying
+from .._batch.arguments import Arguments
 from .._batch.loss import Loss
 from .._batch.memory import check_fits, MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
@@ -64,7 +65,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
     def is_block(self) -> Callable[[Any], bool] | None:
         return None
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         sized = self
         if isinstance(self.block_size, MemoryBudget):
             # The batch is cut first, so that the two sizes are chosen one after the

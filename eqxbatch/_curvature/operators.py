@@ -6,7 +6,7 @@ They multiply by products with the model, and have no entries.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -15,6 +15,7 @@ from jaxtyping import Array, Inexact, PyTree
 
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
 from .._base.types import checked
+from .._batch.arguments import Arguments
 from .directional import AbstractHVP, filter_ggnvp, filter_hvp, GGNVP
 from .matrices import (
     filter_ggn,
@@ -38,6 +39,13 @@ class AbstractSymmetricOperator(AbstractTaggedOperator):
         return self.in_structure()
 
 
+class _Transforms(NamedTuple):
+    """The transforms for a matrix and for its diagonal."""
+
+    matrix: Callable
+    diagonal: Callable
+
+
 class _AbstractCurvatureOperator(AbstractSymmetricOperator):
     """The matrix of a function, at the parameters in its first argument.
 
@@ -52,7 +60,12 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
     _parameters: PyTree = eqx.field(static=True)
 
     def _bind(
-        self, make: Callable, cls: type, funs: tuple, args: tuple, kwargs: dict
+        self,
+        make: Callable,
+        cls: type,
+        funs: tuple[Callable, ...],
+        args: Arguments,
+        kwargs: dict[str, Any],
     ) -> None:
         """Sets all fields but the tags.
 
@@ -68,8 +81,7 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
 
     @property
     @abc.abstractmethod
-    def _transforms(self) -> tuple[Callable, Callable]:
-        """The transforms for the matrix and for its diagonal."""
+    def _transforms(self) -> _Transforms: ...
 
     def _evaluated(self, transform: Callable, **settings: Any) -> Any:
         """The result of a transform with the settings of the product."""
@@ -82,13 +94,13 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
         return self._product(first, vector, *rest, **self.kwargs)
 
     def as_pytree(self) -> PyTree:
-        return self._evaluated(self._transforms[0])
+        return self._evaluated(self._transforms.matrix)
 
     def as_matrix(self) -> Inexact[Array, "n n"]:
-        return self._evaluated(self._transforms[0], flat=True)[0]
+        return self._evaluated(self._transforms.matrix, flat=True)[0]
 
     def diagonal(self) -> Inexact[Array, " n"]:
-        return self._evaluated(self._transforms[1], flat=True)[0]
+        return self._evaluated(self._transforms.diagonal, flat=True)[0]
 
     def in_structure(self) -> PyTree:
         return self._parameters
@@ -137,13 +149,13 @@ class HessianOperator(_AbstractCurvatureOperator):
     """
 
     @checked
-    def __init__(self, fun: Callable, /, *args: Any, tags: Any = (), **kwargs: Any):
+    def __init__(self, fun: Callable, /, *args: Any, tags: object = (), **kwargs: Any):
         self._bind(filter_hvp, AbstractHVP, (fun,), args, kwargs)
         self.tags = as_tags(tags) | {lineax.symmetric_tag}
 
     @property
-    def _transforms(self) -> tuple[Callable, Callable]:
-        return filter_hessian, filter_hessian_diagonal
+    def _transforms(self) -> _Transforms:
+        return _Transforms(filter_hessian, filter_hessian_diagonal)
 
 
 class GGNOperator(_AbstractCurvatureOperator):
@@ -186,7 +198,7 @@ class GGNOperator(_AbstractCurvatureOperator):
         /,
         *args: Any,
         is_convex: bool = False,
-        tags: Any = (),
+        tags: object = (),
         **kwargs: Any,
     ):
         self._bind(filter_ggnvp, GGNVP, (fun, loss), args, kwargs)
@@ -194,8 +206,8 @@ class GGNOperator(_AbstractCurvatureOperator):
         self.tags = as_tags(tags) | {lineax.symmetric_tag} | convex
 
     @property
-    def _transforms(self) -> tuple[Callable, Callable]:
-        return filter_ggn, filter_ggn_diagonal
+    def _transforms(self) -> _Transforms:
+        return _Transforms(filter_ggn, filter_ggn_diagonal)
 
 
 @lineax.materialise.register(AbstractSymmetricOperator)

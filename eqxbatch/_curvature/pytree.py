@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Inexact, PyTree, Shaped
+from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
 from .._base.cpu import mirrored, runtime_indices, unstack
 from .._base.dtypes import common_dtype, is_complex
 from .._base.mesh import vary_as
 from .._base.trees import safe_zip, shown
 from .._base.types import AnyArray, check_types, checked
+from .._batch.arguments import Dtype, Leaves
 
 
 _Tree = TypeVar("_Tree")
@@ -30,8 +31,24 @@ _Arranged = Shaped[AnyArray | jax.ShapeDtypeStruct, "..."]
 Pair = tuple[int, int]
 
 
+# What `jax.tree_util.tree_structure` returns.
+Structure = Any
+
+
 # Pairs of leaves that are alike, and their blocks along axis 0.
 Group = tuple[list[Pair], Inexact[Array, "pairs ..."]]
+
+
+class BlockSums(NamedTuple):
+    """Blocks of a sum over some examples.
+
+    - `blocks`: for each group of pairs, those of the pairs along axis 0.
+    - `num_cancelled`: for how many of the examples terms cancel, so that blocks lose
+        digits; None if they cannot.
+    """
+
+    blocks: list[Inexact[Array, "pairs ..."]]
+    num_cancelled: Real[Array, ""] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +74,7 @@ class RequestedBlocks:
         pairs = [pair for pair in self.pairs if chosen.issuperset(pair)]
         return RequestedBlocks(pairs, self.is_diagonal)
 
-    def num_bytes(self, pair: Pair, leaves: list) -> int:
+    def num_bytes(self, pair: Pair, leaves: Leaves) -> int:
         """The size of the block of a pair, or of its diagonal."""
         first, second = (leaves[leaf] for leaf in pair)
         entries = first.size * (1 if self.is_diagonal else second.size)
@@ -138,13 +155,17 @@ class Unravel(eqx.Module, Generic[_Tree]):
         ]
 
 
-def joined(leaves: Sequence[Array], dtype: Any) -> Inexact[Array, " n"]:
+def joined(leaves: Sequence[Array], dtype: Dtype) -> Inexact[Array, " n"]:
     """All entries of some arrays, in one vector."""
     return jnp.concatenate([x.ravel().astype(dtype) for x in leaves])
 
 
 def square(
-    blocks: dict[Pair, Array], leaves: Sequence, treedef: Any, *, is_whole: bool = False
+    blocks: dict[Pair, Array],
+    leaves: Sequence,
+    treedef: Structure,
+    *,
+    is_whole: bool = False,
 ) -> PyTree:
     """A symmetric matrix as a PyTree of PyTrees, from blocks on and above the diagonal.
 
@@ -204,10 +225,16 @@ def flat_square(
     return mirrored(matrix)
 
 
-def form_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...] | None]]:
+class Form(NamedTuple):
     """The structure of a PyTree, and the shapes of its leaves; None for no array."""
+
+    treedef: Structure
+    shapes: list[tuple[int, ...] | None]
+
+
+def form_of(tree: PyTree) -> Form:
     leaves, treedef = jtu.tree_flatten(tree)
-    return treedef, [getattr(x, "shape", None) for x in leaves]
+    return Form(treedef, [getattr(x, "shape", None) for x in leaves])
 
 
 @checked
@@ -332,7 +359,7 @@ def _among(groups: Sequence[Group], numbers: range) -> Iterator[Group]:
 
 
 def by_pairs(
-    groups: Sequence[Group], leaves: list
+    groups: Sequence[Group], leaves: Leaves
 ) -> dict[Pair, Inexact[Array, "..."]]:
     """The block of each pair; `leaves` are arguments of the program."""
     separated = unstack([blocks for _, blocks in groups], leaves)

@@ -26,6 +26,7 @@ from .._base.platforms import exact_products
 from .._base.traced_function import TracedFunction
 from .._base.trees import described, import_extra, log, safe_zip, shown
 from .._base.types import AnyArray, as_jax
+from .._batch.arguments import Arguments, Dtype
 from .._batch.derivative import AbstractDerivative, like_parameters
 from .._batch.loss import Loss, split_examples
 from .._batch.memory import as_block_size, as_microbatch_size, MemoryBudget, Size
@@ -46,6 +47,7 @@ from .residuals import (
     JoinedTerms,
     Residuals,
     ResidualTerm,
+    Vectors,
     weights_of_term,
     without_padding,
 )
@@ -279,11 +281,11 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             return signature
         return with_second(signature, "previous")
 
-    def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+    def specs(self, args: Arguments, kwargs: dict[str, Any], out: PyTree) -> PyTree:
         diff, _ = self.parameters(args, kwargs)
         return jtu.tree_map(spec_of, diff)
 
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         call, previous = (args, kwargs), None
         if self.momentum is not None:
             if len(args) < 2:
@@ -305,7 +307,8 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             centre=self.centre,
             microbatch_size=_number(self.microbatch_size),
         )
-        if any(isinstance(size, MemoryBudget) for size in self._sizes):
+        sizes = (self.block_size, self.microbatch_size)
+        if any(isinstance(size, MemoryBudget) for size in sizes):
             return self._sized(residuals, *call).apply(*call)
         last = None
         if previous is not None:
@@ -316,12 +319,8 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         pairs = safe_zip(step, leaves)
         return jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
 
-    @property
-    def _sizes(self) -> tuple[Size, Size]:
-        return self.block_size, self.microbatch_size
-
     def _sized(
-        self, residuals: Residuals, args: tuple, kwargs: dict[str, Any]
+        self, residuals: Residuals, args: Arguments, kwargs: dict[str, Any]
     ) -> "GaussNewtonStep[Model, P]":
         """The same, with sizes in place of budgets, chosen one after the other."""
         sized, num = self, max(rows.total for rows in residuals.rows)
@@ -336,7 +335,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             sized = dataclasses.replace(sized, block_size=size)
         return sized
 
-    def _step(self, residuals: Residuals, previous: list | None) -> list[Array]:
+    def _step(self, residuals: Residuals, previous: list[Array] | None) -> list[Array]:
         if residuals.num == 0:
             zeros = [jnp.zeros_like(x) for x in residuals.leaves]
             return zeros if previous is None else self._kept(previous)
@@ -356,7 +355,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         pairs = safe_zip(step, self._kept(previous))
         return [x + y.astype(x.dtype) for x, y in pairs]
 
-    def _kept(self, previous: list) -> list[Array]:
+    def _kept(self, previous: list[Array]) -> list[Array]:
         """The part of the previous step that is kept."""
         wide = map(widened, previous)
         return [jnp.asarray(self.momentum, x.dtype) * x for x in wide]
@@ -371,7 +370,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         )
         return num <= num_parameters
 
-    def _in_samples(self, residuals: Residuals, values: list) -> list[Array]:
+    def _in_samples(self, residuals: Residuals, values: Vectors) -> list[Array]:
         """`J^T W (J J^T W + damping)^-1 values`, with weights `W`."""
         vector = joined(residuals.weighted(values, 0.5), residuals.dtype)
 
@@ -383,11 +382,14 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             return joined(residuals.weighted(pushed, 0.5), residuals.dtype)
 
         if isinstance(self.solver, str):
-            kernel = SampleKernel(residuals, *map(_number, self._sizes))
+            sizes = map(_number, (self.block_size, self.microbatch_size))
+            kernel = SampleKernel(residuals, *sizes)
             return kernel.pull(spread(self._solved(kernel.matrix(), vector)))
         return residuals.pull(spread(self._solved_by_products(product, vector)))
 
-    def _in_parameters(self, residuals: Residuals, gradient: list) -> list[Array]:
+    def _in_parameters(
+        self, residuals: Residuals, gradient: list[Array]
+    ) -> list[Array]:
         """`(J^T W J + damping)^-1 gradient`, with weights `W`."""
         unravel = Unravel(as_real(gradient))
         flat = lambda leaves: joined(jtu.tree_leaves(as_real(leaves)), residuals.dtype)
@@ -487,7 +489,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return lineax.linear_solve(operator, scaled, self.solver).value * size
 
     def _terms(
-        self, args: tuple, kwargs: dict[str, Any], diff: PyTree, nondiff: PyTree
+        self, args: Arguments, kwargs: dict[str, Any], diff: PyTree, nondiff: PyTree
     ) -> list[ResidualTerm]:
         fun = self.__wrapped__
         term = lambda fun, batch: ResidualTerm(
@@ -516,7 +518,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         ]
 
     def _weights(
-        self, terms: list[ResidualTerm], dtype: Any
+        self, terms: list[ResidualTerm], dtype: Dtype
     ) -> list[Float[Array, " _"]]:
         """For each term, the weights of its examples' squared residuals."""
         factors = _for_terms("weights", self.weights, len(terms))
@@ -575,7 +577,7 @@ def _half_of_squares(out: Array, *rows: Array) -> Array:
     return 0.5 * jnp.sum(out**2)
 
 
-def _for_terms(name: str, value: Any, num: int) -> Sequence[Any]:
+def _for_terms(name: str, value: object, num: int) -> Sequence[Any]:
     """Expands a setting to one value for each term."""
     if not isinstance(value, (tuple, list)):
         return [value] * num

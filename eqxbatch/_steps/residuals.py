@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from .._base.checks import check_equal
@@ -26,6 +27,7 @@ from .._base.platforms import products_of
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._batch.accumulators import Concat
+from .._batch.arguments import Dtype, RowArrays
 from .._batch.loop import accumulated
 from .._batch.loss import check_outputs, Loss
 from .._batch.memory import explained_failure
@@ -41,9 +43,20 @@ class JoinedTerms(eqx.Module):
 
     functions: tuple[Callable, ...]
 
-    def __call__(self, model: PyTree, /, *batches: PyTree) -> tuple:
+    def __call__(self, model: PyTree, /, *batches: PyTree) -> PyTree:
         pairs = safe_zip(self.functions, batches)
         return tuple(function(model, batch) for function, batch in pairs)
+
+
+class _Outputs(NamedTuple):
+    """What the function of a term returns for one example.
+
+    - `out`: what is differentiated.
+    - `residual`: the residual, if that is another output.
+    """
+
+    out: PyTree[Array]
+    residual: PyTree[Array] = None
 
 
 class ResidualTerm(eqx.Module):
@@ -63,32 +76,32 @@ class ResidualTerm(eqx.Module):
     loss: Loss
     means: list | None = None
 
-    def __call__(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
-        out = _flat(self._returned(leaves, rows)[0])
+    def __call__(self, leaves: list[Array], *rows: Array) -> Float[Array, " entries"]:
+        out = _flat(self._returned(leaves, rows).out)
         for mean, leaf in safe_zip(self.means, leaves) if self.means else ():
             product = jnp.conj(mean) * leaf.astype(mean.dtype)[None]
             total = jnp.sum(product, axis=tuple(range(1, mean.ndim)))
             out -= total.real.astype(out.dtype)
         return out
 
-    def residual(self, leaves: list, *rows: Array) -> Float[Array, " entries"]:
+    def residual(self, leaves: list[Array], *rows: Array) -> Float[Array, " entries"]:
         """The same term with the residual in place of the differentiated output."""
         out, residual = self._returned(leaves, rows)
         return _flat(residual, out)
 
-    def _returned(self, leaves: list, rows: Sequence[Array]) -> tuple[PyTree, PyTree]:
+    def _returned(self, leaves: list[Array], rows: Sequence[Array]) -> _Outputs:
         diff = jtu.tree_unflatten(jtu.tree_structure(self.loss.diff), leaves)
         out, residual = self.loss.outputs(diff, [*rows])
         if not self.loss.has_aux:
-            return _checked(out), None
-        out, residual = _checked(out), _checked(residual)
+            return _Outputs(_residual_arrays(out))
+        out, residual = _residual_arrays(out), _residual_arrays(residual)
         shapes = [jtu.tree_map(jnp.shape, tree) for tree in (residual, out)]
         what = "With `has_residual=True`, the shapes of the second output of `residual`"
         check_equal(what, *shapes)
-        return out, residual
+        return _Outputs(out, residual)
 
 
-def _checked(out: PyTree) -> PyTree:
+def _residual_arrays(out: PyTree) -> PyTree:
     """The outputs of a residual function, as arrays."""
     is_number = lambda x: eqx.is_array_like(x) and not isinstance(x, int)
     out = jtu.tree_map(lambda x: jnp.asarray(x) if is_number(x) else x, out)
@@ -234,7 +247,7 @@ class Residuals:
         tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
         programs = [self._with(i, "rows", self._one_mode[i]) for i in self.numbers]
 
-        def push(number: int, rows: list) -> Array:
+        def push(number: int, rows: RowArrays) -> Array:
             values = lambda leaves: programs[number].many(leaves, rows)
             derivative = self._derivatives[number]
             return pushed(values, self.leaves, tangents, derivative)[0]
@@ -354,14 +367,21 @@ def centred_along(x: Float[Array, "..."], weights: Array, axis: int) -> Array:
     return x - jnp.expand_dims(mean, axis)
 
 
-def in_range(vectors: Vectors) -> tuple[Vectors, Float[Array, ""]]:
-    """Vectors scaled to the range of half precision, and their scale.
+class Scaled(NamedTuple):
+    """Vectors divided by a scale."""
+
+    vectors: Vectors
+    scale: Float[Array, ""]
+
+
+def in_range(vectors: Vectors) -> Scaled:
+    """Vectors scaled to the range of half precision.
 
     In a half-precision backward pass, small numbers would underflow.
     """
     largest = [jnp.max(jnp.abs(x), initial=0) for x in vectors]
     size = common_power_of_two(largest)
-    return [x / size for x in vectors], size
+    return Scaled([x / size for x in vectors], size)
 
 
 def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
@@ -383,7 +403,7 @@ def without_padding(term: ResidualTerm, accumulator: Sum | Mean) -> ResidualTerm
 
 
 def weights_of_term(
-    term: ResidualTerm, factor: Any, accumulator: Sum | Mean, dtype: Any
+    term: ResidualTerm, factor: ArrayLike, accumulator: Sum | Mean, dtype: Dtype
 ) -> Float[Array, " n"]:
     weights = jnp.ones(term.loss.batch.total(), dtype)
     if accumulator.weights is not None:

@@ -1,7 +1,6 @@
 """The Jacobian of residuals times its transpose: a kernel of examples."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
@@ -11,6 +10,7 @@ from .._base.dtypes import (
     widened,
 )
 from .._base.platforms import products_of
+from .._batch.arguments import Dtype
 from .._batch.rows import Rows
 from .._kernels.engine import on_device
 from .._kernels.grid import Grid
@@ -61,7 +61,7 @@ class SampleKernel:
             formed |= {*choose_formed(factors[i], factors[j], 0, grid)[0]}
         return formed
 
-    def _axes(self, first: int, second: int, dtype: Any) -> OutputAxes:
+    def _axes(self, first: int, second: int, dtype: Dtype) -> OutputAxes:
         entries = self._residuals.entries
         shapes = (entries[first],), (entries[second],)
         return OutputAxes(0, shapes, dtype, batch=0, roles=("full", "full"))
