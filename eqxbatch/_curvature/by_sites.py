@@ -24,7 +24,7 @@ from .._base.dtypes import common_dtype, size_groups, widened
 from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .._base.versions import varying
-from .._batch.arguments import Leaves
+from .._batch.arguments import Leaves, Typed
 from .._sites.axes import Axes, axes_in, Axis, Named, Role
 from .._sites.contract import contract
 from .._sites.cost import contraction_cost
@@ -73,7 +73,7 @@ def alone(site: Site) -> Site:
     )
 
 
-def struct_of(x: jax.ShapeDtypeStruct, *lead: int) -> jax.ShapeDtypeStruct:
+def struct_of(x: Typed, *lead: int) -> jax.ShapeDtypeStruct:
     """The type of several arrays like `x`."""
     return jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
 
