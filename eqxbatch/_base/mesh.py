@@ -44,11 +44,11 @@ def mesh_axes(x: object) -> dict[str, tuple[int, AxisType]]:
     }
 
 
-def is_on_mesh(x: Value) -> bool:
+def is_on_mesh(x: Any) -> bool:
     return bool(mesh_axes(jax.typeof(x)))
 
 
-def is_explicit(x: Value) -> bool:
+def is_explicit(x: Any) -> bool:
     """Whether an array is on a mesh with `jax.sharding.AxisType.Explicit` axes."""
     return has_explicit_axes(jax.typeof(x))
 
@@ -359,7 +359,7 @@ def _moved_to(
     # The mesh of a concrete array has devices.
     meshes = [] if is_traced else [x.sharding.mesh for x in arrays if is_explicit(x)]
 
-    def put(x: Value) -> Any:
+    def put(x: Any) -> Any:
         if not eqx.is_array(x):
             return x
         if is_moved(x):
@@ -408,7 +408,7 @@ def structs_on_devices(arrays: Sequence[Value]) -> list[jax.ShapeDtypeStruct]:
     For arrays on a mesh with explicit axes, the mesh has devices; others have no mesh.
     """
 
-    def struct(x: Value) -> jax.ShapeDtypeStruct:
+    def struct(x: Any) -> jax.ShapeDtypeStruct:
         mesh = explicit_mesh(x)
         if mesh is None:
             return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -432,7 +432,7 @@ def needs_explicit_axes(
         return False
     whole = NamedSharding(mesh, PartitionSpec())
 
-    def struct(x: Value) -> Any:
+    def struct(x: Any) -> Any:
         if explicit_mesh(x) is None:
             return x
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
