@@ -125,7 +125,9 @@ class Block(eqx.Module):
         return jnp.where(is_both, 0.5, 1.0).astype(jnp.result_type(float))
 
     def new(
-        self, values: Shaped[Array, "size ..."], other: complex | Array = 0
+        self,
+        values: Shaped[Array, "size ..."],
+        other: int | float | complex | Array = 0,
     ) -> Shaped[Array, "size ..."]:
         """`values` of its new examples, and `other` in place of the repeated ones."""
         if isinstance(self.repeated, int) and self.repeated == 0:

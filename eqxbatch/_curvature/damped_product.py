@@ -18,7 +18,7 @@ class DampedProduct(eqx.Module):
     damping: Real[Array, ""]
     power: float = eqx.field(static=True, default=1.0)
 
-    def to_the(self, power: float) -> "DampedProduct":
+    def to_the(self, power: int | float) -> "DampedProduct":
         return dataclasses.replace(self, power=power * self.power)
 
     def changed(self, change: Callable[[Array], Array]) -> "DampedProduct":
