@@ -300,7 +300,7 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
     def pick(x: Array, y: Array, /) -> Array:
         """The elementwise larger or smaller of two results."""
 
-    def init(self, value: _Struct, blocks: Blocks) -> _Extreme:
+    def init(self, value: _Struct | _Extreme, blocks: Blocks) -> _Extreme:
         struct = value.value if isinstance(value, _Extreme) else value
         identity = _before_any(type(self).__name__, struct.dtype, self.sign)
         extreme = jnp.full(struct.shape, identity, struct.dtype)
