@@ -216,7 +216,7 @@ class AbstractSiteMatrix(abc.ABC):
         first, second = map(own, use)
         return PairFactors((first, second), self.curve_of(use, factors))
 
-    def contracted_blocks(self, factors: Factors) -> list[Inexact[Array, "pairs ..."]]:
+    def contracted_blocks(self, factors: Factors) -> list[Inexact[Array, "_ ..."]]:
         """The sum of the contractions of `terms`, for each group."""
         sizes = [self._num_bytes(pairs) for pairs in self.groups]
         # Smaller sums need not be computed one after the other: their terms are small

@@ -86,7 +86,7 @@ class CurvatureBlocks:
 
     def sums(
         self, rows: RowArrays, weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "pairs ..."]]:
+    ) -> list[Inexact[Array, "_ ..."]]:
         """The blocks of each group of pairs, summed over some examples."""
         sums: list[Array] = []
         rest = self.requested.leaves

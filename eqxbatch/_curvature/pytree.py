@@ -36,7 +36,7 @@ Structure = Any
 
 
 # Pairs of leaves that are alike, and their blocks along axis 0.
-Group = tuple[list[Pair], Inexact[Array, "pairs ..."]]
+Group = tuple[list[Pair], Inexact[Array, "_ ..."]]
 
 
 class BlockSums(NamedTuple):
@@ -47,7 +47,7 @@ class BlockSums(NamedTuple):
         digits; None if they cannot.
     """
 
-    blocks: list[Inexact[Array, "pairs ..."]]
+    blocks: list[Inexact[Array, "_ ..."]]
     num_cancelled: Real[Array, ""] | None = None
 
 

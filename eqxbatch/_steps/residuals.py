@@ -370,11 +370,11 @@ def centred_along(x: Float[Array, "..."], weights: Array, axis: int) -> Array:
 class Scaled(NamedTuple):
     """Vectors divided by a scale."""
 
-    vectors: Vectors
+    vectors: list[Float[Array, "..."]]
     scale: Float[Array, ""]
 
 
-def in_range(vectors: Vectors) -> Scaled:
+def in_range(vectors: list[Float[Array, "..."]]) -> Scaled:
     """Vectors scaled to the range of half precision.
 
     In a half-precision backward pass, small numbers would underflow.
