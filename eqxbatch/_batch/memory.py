@@ -231,8 +231,15 @@ def available_bytes(digits: int = 5) -> int:
     return free >> shift << shift
 
 
-def check_fits(what: str, num_bytes: int, remedy: str) -> None:
+# The most bytes of a result that surely fits.
+_SMALL_RESULT = 2**28
+
+
+def check_fits_memory(what: str, num_bytes: int, remedy: str) -> None:
     """Raises `ValueError` if a result takes more than all memory, before compiling."""
+    # Every device has room for it, so the memory is not looked up while tracing.
+    if num_bytes < _SMALL_RESULT:
+        return
     stats = jax.local_devices()[0].memory_stats()
     if stats is not None and "bytes_limit" in stats:
         largest = stats["bytes_limit"] * jax.device_count()

@@ -28,7 +28,7 @@ from .._batch.arguments import Arguments, Leaves, RowArrays
 from .._batch.derivative import AbstractDerivative, check_has_batch
 from .._batch.loop import run_blocks
 from .._batch.loss import check_outputs
-from .._batch.memory import as_block_size, check_fits, MemoryBudget, Size
+from .._batch.memory import as_block_size, check_fits_memory, MemoryBudget, Size
 from .._batch.rows import Rows
 from .._batch.slots import as_slots, Slots
 from .._batch.transform import (
@@ -280,7 +280,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         leaves, (out, _) = program.leaves, program.out
         structs = check_outputs(out)
         shape = self._num_rows(structs), sum(x.size for x in leaves)
-        check_fits(
+        check_fits_memory(
             f"The Jacobian, of shape {shape},",
             math.prod(shape) * min(x.dtype.itemsize for x in structs),
             "Select fewer parameters with `where`; or use products with vectors: "

@@ -19,7 +19,7 @@ from .._base.trees import safe_zip
 from .._base.versions import varying
 from .._batch.arguments import Arguments
 from .._batch.loss import Loss
-from .._batch.memory import check_fits, MemoryBudget
+from .._batch.memory import check_fits_memory, MemoryBudget
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .choose import CurvatureBlocks
 from .fisher import AbstractFisher
@@ -106,7 +106,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
     def _check_fits(self, num: int, dtype: Any) -> None:
         name = self.public_name
         products = {"filter_hessian": "hvp", "filter_ggn": "ggnvp"}[name]
-        check_fits(
+        check_fits_memory(
             f"The matrix of `{name}` for {num:,} parameters, of shape ({num}, {num}) "
             f"and dtype {dtype},",
             num**2 * dtype.itemsize,
