@@ -318,10 +318,10 @@ def split_batch(
 
 
 _STATE_REMEDY = (
-    "It is in an `equinox.nn.State`, which is not batched. In training, layers that "
-    "update it couple the examples: pass their `axis_name` to `filter_micro_grad` or "
-    "`filter_micro_value_and_grad`. With layers in inference mode, give the state None "
-    "in `in_axes`."
+    "It is in an `equinox.nn.State`, which is not batched. In training, examples are "
+    "coupled: pass the `axis_name` of the layers that update it to `filter_micro_grad` "
+    "or `filter_micro_value_and_grad`. With layers in inference mode, give the state "
+    "None in `in_axes`."
 )
 
 

@@ -82,7 +82,8 @@ REMEDIES = [
                 of_norm_and_state, **settings
             )(norm, own_state(), x),
             ValueError,
-            "`equinox.nn.State`, .* pass their `axis_name` to `filter_micro_grad`",
+            "`equinox.nn.State`, .* pass the `axis_name` of the layers that update it "
+            "to `filter_micro_grad`",
         )
         for settings in ({}, {"has_aux": True}, {"in_axes": 0})
     ),
@@ -92,7 +93,8 @@ REMEDIES = [
             lambda model, state, x: jnp.sum(model(x, state)[0])
         )(spectral, spectral_state, x),
         ValueError,
-        "`state.*` a batch axis, but not all .* pass their `axis_name`",
+        "`state.*` a batch axis, but not all .* pass the `axis_name` of the layers "
+        "that update it",
     ),
     Case(
         "filter_micro_grad",
