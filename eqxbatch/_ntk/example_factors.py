@@ -28,7 +28,8 @@ from .._sites.gram import has_gram, of_leaf, OfLeaf
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.program import Program
 from .._sites.site import positions, Site
-from .metric import InMetric, Metric
+from .in_metric import InMetric
+from .metric import Metric
 from .output_axes import OutputAxes
 from .traced_model import TracedModel
 
