@@ -15,7 +15,7 @@ from .._batch.rows import Rows
 from .._kernels.engine import on_device
 from .._kernels.grid import Grid
 from .._kernels.kernel import room_of
-from .._ntk.example_factors import choose_formed, ExampleFactors
+from .._ntk.example_factors import choose_formed, ExampleFactors, FactorPlan
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import ModelKernel, Sites
 from .._sites.factors import Factors
@@ -38,19 +38,20 @@ class SampleKernel:
         self._residuals, self._size = residuals, block_size
         self._microbatch_size = microbatch_size
         self._programs = residuals.centred_programs
-        formed = self._formed([self._factors_of(i, ()) for i in residuals.numbers])
+        formed = self._formed([self._plan_of(i, ()) for i in residuals.numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
         # contracting the factors of its sites.
-        self._factors = [self._factors_of(i, formed) for i in residuals.numbers]
+        plans = [self._plan_of(i, formed) for i in residuals.numbers]
+        self._factors = [ExampleFactors(plan, [()]) for plan in plans]
         self._kernels = {pair: self._kernel(*pair) for pair in self._pairs()}
         self._kept: list[Rows] = []
 
-    def _factors_of(self, number: int, formed: Collection[int]) -> ExampleFactors:
+    def _plan_of(self, number: int, formed: Collection[int]) -> FactorPlan:
         rows, program = self._residuals.rows[number], self._programs[number]
         axes = self._axes(number, number, program.structs[0].dtype)
-        return ExampleFactors(program, rows, [axes], num_outputs=1, formed=formed)
+        return FactorPlan(program, rows, [axes], num_outputs=1, formed=formed)
 
-    def _formed(self, factors: list[ExampleFactors]) -> set[int]:
+    def _formed(self, plans: list[FactorPlan]) -> set[int]:
         """The leaves whose gradients are formed, for all terms."""
         if self._residuals.centre:  # Products would cancel.
             return {*range(len(self._residuals.leaves))}
@@ -58,7 +59,7 @@ class SampleKernel:
         for i, j in self._pairs():
             totals = self._residuals.rows[i].total, self._residuals.rows[j].total
             grid = Grid.of(totals, (self._size, self._size), i == j)
-            formed |= {*choose_formed(factors[i], factors[j], 0, grid)[0]}
+            formed |= {*choose_formed(plans[i], plans[j], 0, grid).leaves}
         return formed
 
     def _axes(self, first: int, second: int, dtype: Dtype) -> OutputAxes:
@@ -114,7 +115,7 @@ class SampleKernel:
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
-            of_term, traced = self._factors[number], self._programs[number]
+            of_term, traced = self._factors[number].plan, self._programs[number]
             kept = self._kernels[number, number].factors(0, self._kept[number])
             factors = of_term.factors(kept, 0, 0)
             for leaf, array in enumerate(residuals.leaves):
