@@ -252,7 +252,8 @@ def checked(
         __tracebackhide__ = True
         values = bound_arguments(public, signature, args, kwargs)
         known = {name: values[name] for name in hints if name in values}
-        check_types(known, hints, remedies, always=always)
+        if known:
+            check_types(known, hints, remedies, always=always)
         return fun(*args, **kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]
