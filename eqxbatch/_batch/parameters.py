@@ -51,8 +51,8 @@ def _selected(model: PyTree, filter_spec: PyTree) -> list[Any]:
     """The leaves of a model, with a mark in place of those that are left out."""
     try:
         # A function of leaves, as the default, needs no tree: estimators look at all
-        # leaves whenever one is made.
-        if callable(filter_spec):
+        # leaves whenever one is made. A module is a tree, also if it can be called.
+        if callable(filter_spec) and jtu.all_leaves([filter_spec]):
             leaves = jtu.tree_leaves(model)
             return [x if filter_spec(x) else _OTHER for x in leaves]
         return jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))

@@ -75,14 +75,20 @@ def is_factor(x: Any) -> bool:
     return isinstance(x, Factor)
 
 
-def divided(factors: PyTree[Factor]) -> tuple[PyTree, PyTree]:
-    """The factors without the arrays that all examples share, and with these alone."""
+class Divided(NamedTuple):
+    """Factors without the arrays that all examples share, and with these alone."""
+
+    of_examples: PyTree
+    shared: PyTree
+
+
+def divided(factors: PyTree[Factor]) -> Divided:
     have_examples = jtu.tree_map(lambda x: x.has_examples, factors, is_leaf=is_factor)
-    return eqx.partition(factors, have_examples)
+    return Divided(*eqx.partition(factors, have_examples))
 
 
 def bytes_of_examples(factors: PyTree[Factor]) -> int:
-    return num_bytes(divided(factors)[0])
+    return num_bytes(divided(factors).of_examples)
 
 
 def _are_plain(rows: list) -> bool:
@@ -160,8 +166,9 @@ class FactorPlan:
             )
             pairs = [[*itertools.chain(*x)] for x in of_parts]
             # Operands are those of any output, and cotangents its own.
-            operands = [a for a, _ in pairs[0] if a is not None]
-            return KeptFactors(outs, operands, [[d for _, d in x] for x in pairs])
+            operands = [x.operand for x in pairs[0] if x.operand is not None]
+            cotangents = [[x.cotangent for x in of_output] for of_output in pairs]
+            return KeptFactors(outs, operands, cotangents)
 
         inputs = [traced.leaves, [output.cotangents(side) for output in outputs]]
         self.traced = TracedFunction(run, inputs, rows.arrays, rows.axes)
@@ -212,7 +219,7 @@ class ExampleFactors:
         num = rows[0].shape[axes[0]]
         if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
             return self._of(rows)
-        of_examples = lambda rows: divided(self._of(rows.arrays))[0]
+        of_examples = lambda rows: divided(self._of(rows.arrays)).of_examples
         whole = lambda arrays: Rows([*arrays], axes, num)
         in_turn = lambda *arrays: accumulated(
             of_examples, whole(arrays), _AT_A_TIME, Concat()
@@ -220,7 +227,7 @@ class ExampleFactors:
         at_once = lambda *arrays: of_examples(whole(arrays))
         computed = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
         # What examples share is that of any one of them.
-        _, shared = divided(self._of(whole(rows).one().arrays))
+        shared = divided(self._of(whole(rows).one().arrays)).shared
         return eqx.combine(computed, shared)
 
     @functools.cached_property

@@ -22,7 +22,7 @@ from .._sites.site import AxisNames, leaf_site, Rule, Site
 from .._sites.table import SiteTable
 from .._sites.views import leaf_view
 from .metric import Metric, MetricPart
-from .product_basis import ProductBasis
+from .product_basis import Coordinates, ProductBasis
 from .projection import Projection
 from .separable import scales_of, SeparableProduct
 
@@ -83,7 +83,7 @@ class InMetric:
         cotangents: list[Array],
         lead: tuple[int, ...],
         values: list,
-    ) -> list[list[tuple[Array | None, Array]]]:
+    ) -> list[list[Coordinates]]:
         """Operand and cotangent of one example, for each site of each part.
 
         Cotangents have axes of the sizes `lead` first, those of outputs.
@@ -98,7 +98,7 @@ class InMetric:
             (part,) = self._metric.parts
             assert isinstance(part.basis, Projection)
             total = self._projected(part.basis, factors, vectors)
-            return [[(None, total.reshape(*lead, part.basis.dim))]]
+            return [[Coordinates(None, total.reshape(*lead, part.basis.dim))]]
         results = []
         for part, uses in safe_zip(self._metric.parts, self._uses):
             if not uses:
@@ -107,7 +107,7 @@ class InMetric:
                 jacobians = [self._jacobian(x, factors, vectors) for x in part.leaves]
                 with exact_products():
                     coordinates = jax.vmap(part.coordinates)(jacobians)
-                pairs = [(None, coordinates[None])]
+                pairs = [Coordinates(None, coordinates[None])]
             else:
                 assert isinstance(part.basis, ProductBasis)
                 with exact_products():
@@ -115,7 +115,9 @@ class InMetric:
             # Without the axis of examples, and with those of outputs.
             results.append(
                 [
-                    (None if a is None else a[0], d.reshape(*lead, *d.shape[2:]))
+                    Coordinates(
+                        None if a is None else a[0], d.reshape(*lead, *d.shape[2:])
+                    )
                     for a, d in pairs
                 ]
             )

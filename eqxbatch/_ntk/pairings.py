@@ -33,7 +33,13 @@ from .._batch.accumulators import Concat
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._kernels.grid import Grid, Sizes
-from .._kernels.kernel import AbstractBlockKernel, Flat, KernelLeaf, SAMPLE
+from .._kernels.kernel import (
+    AbstractBlockKernel,
+    Flat,
+    KernelLeaf,
+    RowsOfSides,
+    SAMPLE,
+)
 from .._sites.axes import EXAMPLE, Named, OTHER_EXAMPLE
 from .._sites.cancel import grams
 from .._sites.contract import contract
@@ -87,7 +93,7 @@ class AbstractPairing(abc.ABC):
 
     values: list[OutputAxes]
     ntk: list[OutputAxes]
-    rows: tuple[Rows, Rows]
+    rows: RowsOfSides
     products: Callable[[], AbstractContextManager]
     _: dataclasses.KW_ONLY
     assemble: Callable[[dict[Name, Any]], PyTree] = lambda kernels: kernels
@@ -506,7 +512,7 @@ class ModelKernel(AbstractBlockKernel):
         return Flat(structs, structure)
 
     @property
-    def rows(self) -> tuple[Rows, Rows]:
+    def rows(self) -> RowsOfSides:
         return self.pairing.rows
 
     @functools.cached_property
@@ -530,10 +536,10 @@ class ModelKernel(AbstractBlockKernel):
     def _shared_by(self, side: int) -> PyTree:
         """The factors that all examples of a side share."""
         # Without any, no example needs to be run for them.
-        _, structs = divided(self._kept[side])
-        if not jtu.tree_leaves(structs):
-            return structs
-        return divided(self._factors(side, self.rows[side].one().arrays))[1]
+        shared = divided(self._kept[side]).shared
+        if not jtu.tree_leaves(shared):
+            return shared
+        return divided(self._factors(side, self.rows[side].one().arrays)).shared
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
         with self.pairing.products():
@@ -543,7 +549,7 @@ class ModelKernel(AbstractBlockKernel):
         side = 0 if self.is_same else side
 
         def run(rows: Rows) -> tuple[PyTree, Array | None]:
-            of_examples, _ = divided(self._factors(side, rows.arrays))
+            of_examples = divided(self._factors(side, rows.arrays)).of_examples
             # A dummy array, because a loop needs at least one.
             is_empty = not jtu.tree_leaves(of_examples)
             return of_examples, jnp.zeros(rows.total) if is_empty else None

@@ -1,8 +1,7 @@
 """Coordinates of outer products in a metric, from those of their two factors."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,6 +12,17 @@ from .._curvature.damped_product import DampedProduct
 from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated
 from .._sites.factors import Factors
 from .._sites.kronecker import AxisRoles, Part
+
+
+class Coordinates(NamedTuple):
+    """Coordinates of gradients at a site, as its operand and its cotangent.
+
+    Their contraction has the coordinates of the gradients; without an operand, the
+    cotangent itself has them.
+    """
+
+    operand: Array | None
+    cotangent: Array
 
 
 class ProductBasis(eqx.Module):
@@ -33,9 +43,7 @@ class ProductBasis(eqx.Module):
     damped: DampedProduct | None = None
     times: int = eqx.field(static=True, default=1)
 
-    def pairs(
-        self, uses: list[AxisRoles], factors: Factors
-    ) -> Sequence[tuple[Array | None, Array]]:
+    def pairs(self, uses: list[AxisRoles], factors: Factors) -> list[Coordinates]:
         """Operand and cotangent in the coordinates, for each use or for their sum."""
         layout, bases = self.part.layout, (self.outputs, self.inputs)
         assert layout is not None
@@ -49,7 +57,7 @@ class ProductBasis(eqx.Module):
         if self.values is None or self.damped is not None:
             # A side with none of the steps keeps the factors of the plain kernel.
             steps = bases if self.times else (None, None)
-            pairs = [rotated(use, layout, steps) for use in flat]
+            pairs = [Coordinates(*rotated(use, layout, steps)) for use in flat]
             if self.times < 2:
                 return pairs
             both = safe_zip(pairs, flat)
@@ -57,9 +65,10 @@ class ProductBasis(eqx.Module):
         # Other values have no such form: the sum of the products is formed, and scaled.
         products = (product_in_basis(use, layout, bases) for use in flat)
         total = functools.reduce(jnp.add, products)
-        return [(None, total * self.values.astype(total.dtype)[None, None])]
+        scaled = total * self.values.astype(total.dtype)[None, None]
+        return [Coordinates(None, scaled)]
 
-    def _of_tokens(self, tokens: Any, d: Array) -> tuple[Array, Array]:
+    def _of_tokens(self, tokens: Any, d: Array) -> Coordinates:
         # Inputs are one-hot, so that their coordinates only scale the cotangents.
         scale = jnp.take(self.inputs[0], tokens, mode="fill", fill_value=0)
         # `R^T d`, and `R` times that the second time.
@@ -68,12 +77,12 @@ class ProductBasis(eqx.Module):
             d = jnp.einsum("nvpbo,boq->nvpbq", d, turned.astype(d.dtype))
             d = d * scale.astype(d.dtype)[:, None, :, None, None]
             turned = jnp.swapaxes(turned, 1, 2)
-        return tokens, d
+        return Coordinates(tokens, d)
 
-    def _back(self, a: Array, d: Array, is_swapped: bool) -> tuple[Array, Array]:
+    def _back(self, a: Array, d: Array, is_swapped: bool) -> Coordinates:
         # One step after the other: in the product of a matrix with its transpose, small
         # eigenvalues have the rounding of the largest.
         sides = self.inputs, self.outputs
         of_a, of_d = sides[::-1] if is_swapped else sides
         a = jnp.einsum("npbj,bij->npbi", a, of_a.astype(a.dtype))
-        return a, jnp.einsum("nvpbq,boq->nvpbo", d, of_d.astype(d.dtype))
+        return Coordinates(a, jnp.einsum("nvpbq,boq->nvpbo", d, of_d.astype(d.dtype)))

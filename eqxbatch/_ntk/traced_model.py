@@ -27,6 +27,7 @@ from .._batch.parameters import are_parameters, warn_of_numbers
 from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._kernels.grid import Grid, Sizes
+from .._kernels.kernel import RowsOfSides
 from .._kernels.sides import Side
 from .metric import Metric
 from .output_axes import Mirror, OutputAxes, OutputRole
@@ -242,13 +243,14 @@ class TracedModel(eqx.Module):
         return axes
 
     @property
-    def rows(self) -> tuple[Rows, Rows]:
+    def rows(self) -> RowsOfSides:
         """The examples of both sides; a single object if they are the same."""
-        return self.sides[0].rows, self.sides[-1].rows
+        return RowsOfSides(self.sides[0].rows, self.sides[-1].rows)
 
     @property
     def totals(self) -> tuple[int, int]:
-        return self.rows[0].total, self.rows[1].total
+        first, second = self.rows
+        return first.total, second.total
 
     def grid(self, sizes: Sizes) -> Grid:
         """How a kernel of all pairs of examples is cut into tiles."""

@@ -14,7 +14,7 @@ from .._batch.arguments import Dtype
 from .._batch.rows import Rows
 from .._kernels.engine import on_device
 from .._kernels.grid import Grid
-from .._kernels.kernel import room_of
+from .._kernels.kernel import room_of, RowsOfSides
 from .._ntk.example_factors import choose_formed, ExampleFactors, FactorPlan
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import ModelKernel, Sites
@@ -75,7 +75,7 @@ class SampleKernel:
         pairing = Sites(
             [],
             [axes],
-            (rows[first], rows[second]),
+            RowsOfSides(rows[first], rows[second]),
             lambda: products_of(*(program.closed for program in self._programs)),
             factors,
             assemble=lambda blocks: blocks["ntk", 0],
