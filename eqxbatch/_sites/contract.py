@@ -55,6 +55,8 @@ def _product_of_terms(
         product = aligned(x, axes, wanted) * aligned(y, others, wanted)
         return Named(product, wanted)
     if wanted is None:
+        # The order in which a matrix product returns its axes, so that nothing is
+        # transposed: those of both terms, then those of each.
         wanted = (
             *(axis for axis in axes if axis in others and axis in needed),
             *(axis for axis in axes if axis not in others and axis in needed),
@@ -78,6 +80,7 @@ def _expression(terms: Sequence[Axes], out: Axes) -> str:
     symbols: dict[Axis, str] = {}
     parts = [
         "".join(
+            # There may be more axes than letters.
             symbols.setdefault(axis, opt_einsum.get_symbol(len(symbols)))
             for axis in term
         )
@@ -122,10 +125,12 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
     A matrix product runs faster than the same product over many axes.
     """
     sizes = _sizes_of_axes((axes, x.shape) for x, axes in terms)
+    # Axes of size 1 stand between no neighbours.
     lists = [
         [axis for axis in axes if sizes[axis] != 1]
         for axes in (*(axes for _, axes in terms), out)
     ]
+    # Each axis takes in the one behind it for as long as it can.
     for axis in sizes:
         while True:
             # Wherever one of the two appears, they must be adjacent.
@@ -139,6 +144,7 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
                 break
             if any(axis not in names for names in lists if other in names):
                 break
+            # An axis that a term has twice is its diagonal.
             if any(names.count(x) > 1 for names in lists for x in (axis, other)):
                 break
             for names in lists:

@@ -136,11 +136,13 @@ def _cost_of(eqn: Eqn) -> Cost:
         elif name == "dot_general":
             products = math.prod(lhs[axis] for axis in numbers[0][0])
         else:
+            # An output of a convolution sums over a kernel's inputs and positions.
             products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
         return Cost(2.0 * products * sizes[0], written)
     inner = [total_cost(map(_cost_of, sub.eqns)) for sub in inner_jaxprs(eqn)]
     if not inner:
         return Cost(0.0, written)
+    # Of a conditional, the slowest branch; of a loop, all steps.
     if name == "cond":
         return max(inner, key=lambda cost: cost.time)
     return total_cost(inner) * eqn.params.get("length", 1)

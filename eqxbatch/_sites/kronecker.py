@@ -64,12 +64,15 @@ class Layout:
     ) -> Inexact[Array, "batch outputs inputs"]:
         """The weight as matrices, with the bias as the last column."""
         weight, *bias = leaves
+        # Axes of one kind are neighbours, so that they can be merged; those of no kind
+        # have size 1.
         weight = jnp.transpose(weight.reshape(self.shape), self._order)
         num, rows, _ = self.sizes
         weight = weight.reshape(num, rows, self.size(self.inputs))
         if self.bias is None:
             return weight
         _, axes = self.bias
+        # The bias is the column of an input that is always one.
         column = bias[0].reshape([self.shape[axis] for axis in axes])
         wanted = (*self.batch, *self.outputs)
         column = jnp.transpose(column, [axes.index(axis) for axis in wanted])
@@ -79,6 +82,7 @@ class Layout:
         self, matrices: Inexact[Array, "batch outputs inputs"]
     ) -> list[Inexact[Array, "..."]]:
         """The arrays of weight and bias: the inverse of `matrices`."""
+        # The inverse of each step, in reverse.
         order = self._order
         weight = matrices[..., : self.size(self.inputs)]
         weight = weight.reshape([self.shape[axis] for axis in order])
@@ -130,6 +134,8 @@ class AxisRoles:
         if met is not None:
             operand, cotangent = _times(operand, met), _times(cotangent, met)
         (a, of_a), (d, of_d) = operand, cotangent
+        # The gradient sums over positions. Those of one factor only are summed first,
+        # but tokens are no numbers to add.
         shared = [axis for axis in of_a if axis in of_d and axis.is_position]
         sums: list[Named] = []
         for x, axes in ((a, of_a), (d, of_d)):
@@ -198,6 +204,7 @@ def parts_of(table: SiteTable, chosen: Sequence[Sequence[int]] | None) -> list[P
     for weight, layout in layouts.items():
         if isinstance(layout, str):
             continue
+        # A bias is added to the product, so it has the cotangent of the weight.
         met = {site.perturbation for site in table.of(weight)}
         sharing = {x.leaf for x in table.sites if x.perturbation in met} - {weight}
         for bias in sorted(sharing):
@@ -223,6 +230,7 @@ def _part(
     layout = layouts[leaves[0]]
     if len(leaves) > 1:
         layout = "several arrays are one block"
+    # Two leaves of one block have factors only if one is the bias of the other.
     for weight in leaves if len(leaves) == 2 else ():
         if weight in joined and joined[weight][0] in leaves:
             bias, layout = joined[weight]
@@ -255,6 +263,7 @@ def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
         by_name, _ = _split_axes(table, site)
         kinds = _kinds(site, by_name)
         assert kinds is not None
+        # The layout is that of the first use; another may have the axes swapped.
         is_swapped = _present(kinds[1], part.layout.shape) != _present(
             part.layout.outputs, part.layout.shape
         )
@@ -281,6 +290,7 @@ def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
     """
     axes, sizes = site.view.axes, site.sizes
     assert axes is not None
+    # An axis may have several names, whose sizes multiply to its length.
     names = iter(site.w_axes)
     of_axes: dict[int, list[str]] = {}
     for axis, length in safe_zip(axes, site.view_shape):
@@ -290,6 +300,7 @@ def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
         if axis is not None:
             of_axes[axis] = split
     shape: list[int] = []
+    # What is no axis of the leaf is a position, also where the leaf is repeated.
     by_name = {name: Axis(Role.POSITION, name, 0) for name in sizes}
     for axis, length in enumerate(table.leaves[site.leaf].shape):
         split = of_axes.get(axis, [])
@@ -309,8 +320,10 @@ def _kinds(site: Site, by_name: dict[str, Axis]) -> _Kinds | None:
     """
     token = () if site.rule.token is None else (site.rule.token,)
     group = () if site.rule.group is None else (site.rule.group,)
+    # Tokens stand for one-hot rows, and groups for a mask, with these axes.
     of_a = {by_name[name] for name in (*site.a_axes, *token, *group)}
     of_d = {by_name[name] for name in (*site.d_axes, *group)}
+    # Axes of both factors make a batch; others are outputs or inputs.
     batch, outputs, inputs = (
         tuple(sorted(axis.number for axis in part if not axis.is_position))
         for part in (of_a & of_d, of_d - of_a, of_a - of_d)
@@ -325,15 +338,18 @@ def _layout(table: SiteTable, leaf: int) -> Layout | str:
     sites, shape = table.of(leaf), table.leaves[leaf].shape
     if not sites:
         return "the function does not use it"
+    # Each use must be a product with all of the leaf, along the same axes.
     layouts: list[Layout] = []
     for site in sites:
         reason = _reason(site)
         if reason is not None:
             return reason
+        # A slice has fewer entries than the leaf.
         by_name, split = _split_axes(table, site)
         of_leaf = [name for name, axis in by_name.items() if axis.role is Role.LEAF]
         if math.prod(site.sizes[name] for name in of_leaf) != math.prod(shape):
             return "only a part of it is used"
+        # Without inputs, a gradient has no second factor.
         kinds = _kinds(site, by_name)
         if kinds is None:
             return "it is added, or multiplied entry by entry"
@@ -381,6 +397,7 @@ def _with_bias(
     sites, others = table.of(weight), table.of(bias)
     if bias in table.fallbacks or len(sites) != len(others):
         return None
+    # Each use of the bias is matched with the use of the weight that has its cotangent.
     by_perturbation = {site.perturbation: site for site in sites}
     matches = {
         _bias_axes(table, by_perturbation.get(other.perturbation), other)
@@ -391,6 +408,7 @@ def _with_bias(
     if len({other.perturbation for other in others}) != len(others):
         return None
     (axes,) = matches
+    # One entry for each output of each matrix, no fewer and no more.
     wanted = _present((*layout.batch, *layout.outputs), layout.shape)
     if axes is None or _present(axes, layout.shape) != wanted:
         return None
@@ -407,8 +425,11 @@ def _bias_axes(
     """The axes of a weight that match those of an array added to the product."""
     if site is None or other.rule.kind not in SUMS:
         return None
+    # The factor of tokens is diagonal, which it would not be with one more input. Where
+    # a position meets no group, there is no product, but a bias is added.
     if site.rule.token is not None or site.which is not None:
         return None
+    # The bias must be added as it is, to the product as it is, in the same steps.
     if _reason(other) is not None or scale_of(site) != scale_of(other):
         return None
     steps = lambda x: [(loop.loop, loop.length, loop.start) for loop in x.loops]
@@ -418,6 +439,8 @@ def _bias_axes(
     of_bias, shape = _split_axes(table, other)
     if math.prod(shape) != table.leaves[other.leaf].size:
         return None
+    # The two rules name the axes of one output: from names of the bias to those of the
+    # weight.
     names: dict[str, AxisNames] = {
         f"loop{i}": (f"loop{i}",) for i, _ in enumerate(site.loops)
     }
@@ -427,6 +450,8 @@ def _bias_axes(
     for name, axis in of_bias.items():
         if axis.role is Role.LEAF and name in names and other.sizes[name] != 1:
             matches[axis.number] = [of_weight[x] for x in names[name]]
+    # In the order of the bias's axes. If one runs along positions, so that each
+    # position has an entry of its own, it is no bias.
     of_leaf = [axis for _, axes in sorted(matches.items()) for axis in axes]
     if any(axis.is_position for axis in of_leaf):
         return None

@@ -68,6 +68,7 @@ def perturbed(
 def run_call(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) -> Run:
     """Runs an equation that calls a jaxpr with sites in it."""
     run = lambda *args: plan.run([*args[:-1]], args[-1])
+    # Perturbations are one argument more than the equation has.
     run = as_remat(eqn, run, 1) if is_remat(eqn) else as_called(eqn, run)
     return run(*ins, perturbations)
 
@@ -78,6 +79,7 @@ def run_scan(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) 
     num_consts, num_carry = scan_sizes(eqn)
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
+    # Perturbations enter and operands leave as slices: one for each step.
     def body(carry: Values, slices: tuple[list, list | None]) -> tuple[list, tuple]:
         xs, perturbations = slices
         outs, *rest = plan.run([*consts, *carry, *xs], perturbations)
@@ -97,6 +99,7 @@ def run_scan(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) 
 def run_cond(plans: list["Plan"], ins: Values, perturbations: Values | None) -> Run:
     """Runs a `cond` with sites in its branches, which have separate perturbations."""
     index, *args = ins
+    # The perturbations of all branches are in one list, one branch after the other.
     nums = [len(plan.perturbations) for plan in plans]
     starts = [0, *itertools.accumulate(nums)]
 
@@ -106,6 +109,8 @@ def run_cond(plans: list["Plan"], ins: Values, perturbations: Values | None) -> 
             args, None if perturbations is None else perturbations[part]
         )
 
+    # Branches must return equal types, but each has operands of its own: what they are
+    # is asked first, and then each returns those of all.
     runs = [branch(number) for number, _ in enumerate(nums)]
     structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
 
@@ -119,6 +124,7 @@ def run_cond(plans: list["Plan"], ins: Values, perturbations: Values | None) -> 
                 for i, skipped in enumerate(structs)
             ]
             operands, values = safe_zip(*every)
+            # Joined in the order of `include`: branch by branch.
             chain = itertools.chain.from_iterable
             return Run(outs, [*chain(operands)], [*chain(values)])
 
@@ -160,6 +166,8 @@ class CustomDerivative:
             zeros = [full_varying_as(aval, 0) for aval in self.tangents]
             return self.plan.run([*args, *zeros], perturbations, consts)
 
+        # The identity in the outputs. Its derivative with respect to perturbations is
+        # what the plan adds for them.
         @jax.custom_jvp
         def perturbed_by(outs: Values, known: Values, perturbations: Values) -> Values:
             return outs
@@ -171,11 +179,14 @@ class CustomDerivative:
             added = run(known, perturbations)[0]
             return outs, [x + y for x, y in safe_zip(moved, added)]
 
+        # Outputs that nothing uses are not asked for, and stay None.
         every: list = [None for _ in self.eqn.outvars]
         outs = [self.eqn.outvars[i] for i in self.outs]
         used = run_equation(self.jaxpr, self.eqn, outs)(*ins)
         for i, out in safe_zip(self.outs, used):
             every[i] = out
+        # The sites are in the derivative, so it runs for their operands. Its tangents
+        # are zeros, on which no operand depends.
         _, operands, values = run(known, None)
         if perturbations is not None:
             live = perturbed_by([every[i] for i in self.live], known, perturbations)
@@ -207,6 +218,7 @@ class Plan:
         """Evaluates the jaxpr with perturbations added to the outputs of its sites."""
         operands: list = []
         perturbed: list = []
+        # Equations run in the order in which their perturbations were numbered.
         remaining = iter(perturbations or ())
 
         def replace(index: int, eqn: Eqn) -> Callable[[list], list] | None:
@@ -239,6 +251,8 @@ class Plan:
             if before is None or eqn.primitive.name not in MOVES:
                 continue
             for moved in extend_view(before, eqn, 0) or ():
+                # Not through a broadcast: the cotangent before it is a sum of those
+                # behind.
                 if moved and moved.axes is not None and moved.is_isometry:
                     self.perturbed_by[eqn.outvars[0]] = moved
         for var in eqn.outvars:
@@ -256,6 +270,7 @@ class Plan:
     def perturbed_before(self, eqn: Eqn, rules: dict[int, Rule]) -> View | None:
         """The summand of a parameter, if it is perturbed and as large as the sum."""
         name = eqn.primitive.name
+        # In `w - y`, the cotangents of the difference and of `y` have opposite signs.
         if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
             return None
         (position,) = rules
@@ -276,9 +291,11 @@ class Plan:
         if not any(plan.steps for plan in plans):
             return
         self.steps[index] = step, sum(len(plan.perturbations) for plan in plans)
+        # Every step of a loop has a perturbation and an operand of its own.
         stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
         for plan in plans:
             for site in plan.sites:
+                # An inner plan numbers from 0; here, its numbers follow those before.
                 of_site = site.operand, site.which
                 operand, which = (
                     None if x is None else x + len(self.operands) for x in of_site

@@ -75,6 +75,7 @@ class SitesReport(AbstractTabular):
     def table(self) -> Table:
         rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
         for leaf in self.leaves:
+            # A leaf in an unrolled loop has many uses that are alike.
             counts = collections.Counter(leaf.sites).items()
             sites = [f"{num} x {name}" if num > 1 else name for name, num in counts]
             texts = (
@@ -84,13 +85,16 @@ class SitesReport(AbstractTabular):
                 leaf.contraction,
             )
             rows.append((*texts, leaf.kfac, *_thousands(leaf.flops, leaf.bytes)))
+        # What `method="auto"` compares.
         for name, *cost in (
             ("by sites", self.flops, self.bytes),
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ):
             rows.append((name, "", "", "", "", *_thousands(*cost)))
+        # Reasons are sentences, too long for a column.
         notes = [f'method="auto" is "{self.method}"']
         notes += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
+        # A leaf without a rule has no Kronecker factors for the same reason.
         notes += [
             f"{leaf.path}: no Kronecker factors, as {leaf.kfac_reason}"
             for leaf in self.leaves
@@ -107,12 +111,15 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     """The report on a function of leaves at these paths."""
     program = Program(traced)
     table = program.table
+    # The costs that clipping compares to choose its method.
     contractions = choose(program)
     by_sites = total_cost(contraction.cost for contraction in contractions)
     materialised = vmapped_cost(table)
+    # Blocks join leaves, so they are found for all leaves at once.
     kfac = _kfac(table, paths)
     leaves = []
     for contraction, path in safe_zip(contractions, paths):
+        # The site of a leaf without a rule is the leaf itself, and tells nothing.
         leaf = contraction.leaf
         reason = table.fallbacks.get(leaf)
         leaves.append(
@@ -128,6 +135,7 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
                 kfac_reason=kfac[leaf][1],
             )
         )
+    # Both totals are without the forward and backward pass, which they share.
     return SitesReport(
         leaves=tuple(leaves),
         method="sites" if prefers_sites(table, contractions) else "materialise",
@@ -145,6 +153,7 @@ def _kfac(table: SiteTable, paths: list[str]) -> dict[int, tuple[str, str | None
         first, *rest = part.leaves
         rows[first] = str(part), part.reason
         rows.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
+    # Last, because such a leaf is refused whatever its block would be.
     for leaf, _ in enumerate(paths):
         other = multiplied(table, leaf)
         if other is not None:

@@ -162,6 +162,7 @@ class View:
 
     def scanned(self, loop: Loop) -> "View":
         """A slice along axis 0, as in the body of a scan."""
+        # A place along the axis that is sliced becomes the steps that use the leaf.
         place, steps = self.place, Steps(loop, loop[1])
         if place is not None:
             steps = Steps(loop, place.size, place.start)
@@ -195,11 +196,16 @@ class View:
         result, `axes` has the axis that it was, or None for a new one. `values` are the
         indices of further values that `step` takes, and their loops.
         """
+        # A place comes last, so a further step is applied to the array with its zeros.
         view = self.in_zeros()
         of_values = [loops for _, loops in values]
+        # The result differs in the steps of all loops in which the view or a value
+        # does.
         known = {steps.loop: steps for steps in view.loops}
         merged = merged_loops(tuple(known), *of_values)
         loops = tuple(known.get(loop, Steps(loop, loop[1])) for loop in merged)
+        # Axes of the step's result are looked up among those of the view. In loops that
+        # only values have, the view is repeated: `lead` has None for these.
         kept, composed = view.axes, None
         if kept is not None and axes is not None:
             num = len(view.loops)
@@ -216,6 +222,7 @@ class View:
             key=(*view.key, key),
             scale=view.scale * scale,
             is_weighted=view.is_weighted or is_weighted,
+            # The transpose of what repeats the view in more loops is a sum.
             is_isometry=view.is_isometry and is_isometry and loops == view.loops,
         )
 
@@ -228,11 +235,13 @@ def _over_steps(
 ) -> Callable[[Array, Values], Array]:
     """Maps a step over the loops of the view and of the values."""
     run = lambda x, values: step(x, *values)
+    # Outermost last, so that it has the first axis.
     for steps in reversed(loops):
         axes = [0 if steps.loop in others else None for others in of_values]
         in_axes = (0 if steps in view.loops else None, axes)
         run = jax.vmap(run, in_axes, axis_size=steps.length)
 
+    # Values have all steps of a loop, and views only those that use the leaf.
     def cut(x: Array, values: Values) -> Array:
         values = [*values]
         for steps in view.loops:
@@ -322,6 +331,7 @@ def _with_moved_axes(x: _Input) -> Views | None:
 
 def _in_other_dtype(x: _Input) -> Views | None:
     """Another dtype."""
+    # An integer has no derivative.
     if not jnp.issubdtype(x.eqn.outvars[0].aval.dtype, jnp.inexact):
         return None
     # The real part of a complex array is not a view of the same dimension.
@@ -345,6 +355,7 @@ def _sliced(x: _Input) -> Views:
     parts = None if x.view.place is None else _taken_back(x.view, x.eqn)
     if parts is not None:
         return parts
+    # A slice with strides reaches further than its size, which `View.sliced` takes.
     if not {*(x.eqn.params["strides"] or ())} <= {1}:
         return [x.then(None)]
     return [x.view.sliced(x.key, x.bind, x.eqn.params["start_indices"], x.shape)]
@@ -405,6 +416,7 @@ def _taken_back(view: View, eqn: Eqn) -> Views | None:
     None if a part has only some of the view.
     """
     assert view.place is not None
+    # Where the outputs begin along axis 0: one after the other, or a single slice.
     first, size = view.place.start, view.place.size
     shapes = [var.aval.shape for var in eqn.outvars]
     starts = [*itertools.accumulate((shape[0] for shape in shapes[:-1]), initial=0)]
@@ -413,10 +425,13 @@ def _taken_back(view: View, eqn: Eqn) -> Views | None:
         if strides is not None and any(stride != 1 for stride in strides):
             return None
         starts = [eqn.params["start_indices"][0]]
+    # What is cut along another axis is no longer the view in zeros.
     if any(shape[1:] != view.shape[1:] for shape in shapes):
         return None
     parts: Views = []
     for start, shape in safe_zip(starts, shapes):
+        # Beside the view there are zeros. An output around it has all of it, in fewer
+        # zeros. One that cuts it is a slice of the view in zeros, which callers take.
         end = start + shape[0]
         if end <= first or first + size <= start:
             parts.append(None)
@@ -449,8 +464,10 @@ def _times_number(x: _Input) -> Views | None:
         return None
     if np.ndim(other.val):  # With flags of JAX, an array is a literal, too.
         return None
+    # A quotient is not linear in its divisor.
     if name == "div" and index == 1:
         return None
+    # The number is rounded to the dtype of the output, as the equation rounds it.
     value = complex(np.asarray(other.val).astype(out.dtype).item())
     factor = value if name == "mul" else 1 / value if value else math.inf
     least, most = _SCALES
