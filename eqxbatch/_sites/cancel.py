@@ -56,11 +56,11 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     norms, separate = norms_unless_cancelled(leaves)
     if not separate:
         return norms
-    parts = [leaves[i] for i in separate]
+    summed = [leaves[i] for i in separate]
 
     def norms_of(formed: list[Array]) -> list[Array]:
         results = []
-        for (_, factors, _), x in safe_zip(parts, formed):
+        for (_, factors, _), x in safe_zip(summed, formed):
             unit = factors.unit
             # Weights in norms from factors are divided by the unit; in these gradients,
             # not.
@@ -70,10 +70,10 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
 
     # One branch forms the gradients of all leaves that may cancel.
     totals = [norms[i] for i in separate]
-    formed = lambda: _for_each_formed(parts, totals[0].shape[0], norms_of)
+    formed = lambda: _for_each_formed(summed, totals[0].shape[0], norms_of)
     flags = jnp.stack([*separate.values()])
-    chosen = unless_cancelled(flags, _arrays_of(parts), totals, formed)
-    for i, norm in safe_zip(separate, chosen):
+    corrected = unless_cancelled(flags, _arrays_of(summed), totals, formed)
+    for i, norm in safe_zip(separate, corrected):
         norms[i] = norm
     return norms
 
@@ -117,11 +117,11 @@ def cancels(
     """
     inners = [PlainProduct()] * len(leaves) if inners is None else inners
     # A gradient that is one product has the digits of its factors.
-    chosen = [i for i, uses in enumerate(leaves) if is_sum(uses.sites)]
-    if not chosen:
+    numbers = [i for i, uses in enumerate(leaves) if is_sum(uses.sites)]
+    if not numbers:
         return None
-    summed = _divided_into_range([leaves[i] for i in chosen])
-    of_leaf = (inners[i].squares(uses) for i, uses in safe_zip(chosen, summed))
+    summed = _divided_into_range([leaves[i] for i in numbers])
+    of_leaf = (inners[i].squares(uses) for i, uses in safe_zip(numbers, summed))
     pairs = safe_zip(*of_leaf)
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
     flags = apart > MOST_CANCELLED * total
@@ -197,10 +197,10 @@ def grams(
             # In a metric, coordinates are what has the plain product.
             x, y = (inners[i].coordinates(Factor(z)) for z in (x, y))
             formed = uses.perturbed_itself(x), other.perturbed_itself(y)
-            one = gram(*formed, examples[-1], out)
+            product = gram(*formed, examples[-1], out)
             # Of one example on each side; a loop puts the axes of examples in front.
             full = [1 if axis in examples else sizes[axis] for axis in out]
-            result.append(jnp.squeeze(jnp.broadcast_to(one, full), places))
+            result.append(jnp.squeeze(jnp.broadcast_to(product, full), places))
         return result
 
     def formed() -> list[Array]:
@@ -221,8 +221,8 @@ def grams(
     # One example that cancels decides for the whole block.
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
     totals = [kernels[i] for i in summed]
-    chosen = unless_cancelled(flags, _arrays_of(both), totals, formed)
-    for i, x in safe_zip(summed, chosen):
+    corrected = unless_cancelled(flags, _arrays_of(both), totals, formed)
+    for i, x in safe_zip(summed, corrected):
         kernels[i] = x
     return kernels
 
@@ -297,7 +297,7 @@ class Forming(NamedTuple):
 
 def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
     """How to form the gradients of `num` examples, a few at a time."""
-    parts = [x.with_own_factors() for x in leaves]
+    separate = [x.with_own_factors() for x in leaves]
 
     def gradient(of_leaf: OfLeaf, arrays: list[Array]) -> Array:
         sites, factors, leaf = of_leaf
@@ -316,12 +316,12 @@ def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
         return formed if of_example.has_examples(sites) else formed[None]
 
     # A loop cuts what has examples. What they share is the same in each step.
-    arrays = [[x.array for x in y.factors.present if x.has_examples] for y in parts]
-    form = lambda arrays: [*map(gradient, parts, arrays)]
+    arrays = [[x.array for x in y.factors.present if x.has_examples] for y in separate]
+    form = lambda arrays: [*map(gradient, separate, arrays)]
     if any(map(is_on_mesh, jax.tree.leaves(arrays))):
         # A loop would gather examples on all devices.
         return Forming(form, arrays, num)
-    formed = sum(map(_bytes_of_gradient, parts))
+    formed = sum(map(_bytes_of_gradient, separate))
     size = platform().block_bytes // max(4 * formed, 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
@@ -366,27 +366,27 @@ def squared_distances(
     # Rows of tables, then sums of squares where these are products, or else formed
     # gradients. A leaf without sites has zeros.
     results = [jnp.zeros(x.shape, x.real.dtype) for x in means]
-    chosen, others = [], []
+    squared, apart = [], []
     for i, x in enumerate(leaves):
         if selects_rows(x.sites):
             results[i] = _distances_of_rows(x, means[i], weights)
         elif x.sites:
             is_product = num >= _FEWEST and has_products_of_squares(x.sites)
-            (chosen if is_product else others).append(i)
+            (squared if is_product else apart).append(i)
 
     def formed(which: Sequence[int]) -> list[Array]:
         return _formed_distances(
             [leaves[i] for i in which], [means[i] for i in which], weights
         )
 
-    for i, x in safe_zip(others, formed(others)):
+    for i, x in safe_zip(apart, formed(apart)):
         results[i] = x
-    if not chosen:
+    if not squared:
         return results
     # A sum of squares minus that of the mean loses digits where both are close: one
     # entry, or a square out of range, is enough to form the gradients.
     distances, flags = [], []
-    for i in chosen:
+    for i in squared:
         square, is_in_range = squared_sum(leaves[i], weights)
         mean = means[i]
         distance = square - jnp.sum(weights) * (mean * jnp.conj(mean)).real
@@ -395,9 +395,9 @@ def squared_distances(
         distances.append(distance)
     arrays = [*means, weights]
     totals = unless_cancelled(
-        jnp.stack(flags), arrays, distances, lambda: formed(chosen)
+        jnp.stack(flags), arrays, distances, lambda: formed(squared)
     )
-    for i, x in safe_zip(chosen, totals):
+    for i, x in safe_zip(squared, totals):
         results[i] = x
     return results
 

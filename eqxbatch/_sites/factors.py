@@ -148,7 +148,8 @@ class Factors:
         along = f" along {', '.join(map(repr, self.outputs))}" if self.outputs else ""
         formed = [count("Jacobian", self.jacobians)] if self.jacobians else []
         present = ", ".join([*of_sites, *formed])
-        return f"<factors of {self.num} examples: {present}{along}>"
+        examples = f"{self.num} example{'s' * (self.num != 1)}"
+        return f"<factors of {examples}: {present}{along}>"
 
     @property
     def present(self) -> list[Factor]:

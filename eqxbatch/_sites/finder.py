@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,11 +38,20 @@ from .._base.primitives import (
 from .._base.trees import safe_zip
 from .._base.versions import scan_sizes
 from .custom import linearized
-from .plan import CustomDerivative, perturbed, Plan, run_call, run_cond, run_scan
+from .plan import (
+    CustomDerivative,
+    perturbed,
+    Plan,
+    PlannedStep,
+    run_call,
+    run_cond,
+    run_scan,
+)
 from .rules import find_rule
 from .site import AxisNames, Rule, Site
 from .values import Node, output_nodes, pushforward_of, slope_of
-from .views import extend_view, leaf_view, Loop, View
+from .view_rules import extend_view
+from .views import leaf_view, Loop, Read, View
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -172,7 +180,7 @@ class Finder:
         linear = self._linear(eqn, inputs)
         for var, node in safe_zip(used, nodes):
             output = eqn.outvars.index(var)
-            views: tuple[View, ...] = ()
+            views: list[View] = []
             if node.varies:
                 views = self._views_of(equation, inputs, output, node, linear)
             # Ways from a leaf multiply: each `x = x @ x` has twice as many as the one
@@ -188,7 +196,7 @@ class Finder:
     def _inverse(self, equation: Equation, x: Node) -> Node:
         """One over a value that is the same for all examples."""
         node = x.inverse()
-        node.views = self._views_of(equation, [x], 0, node, None)
+        node.views = tuple(self._views_of(equation, [x], 0, node, None))
         node.curved, node.coupled = _curved([x], node)
         return node
 
@@ -211,24 +219,24 @@ class Finder:
         output: int,
         node: Node,
         linear: list[list[View]] | None,
-    ) -> tuple[View, ...]:
+    ) -> list[View]:
         """The derivative of an output of an equation, as a sum of views."""
         bases = node.bases
         by_slopes = sum(len(x.views) for x in bases)
         # Two ways from the same array are merged, with the sum of their slopes.
         if linear is not None and (not bases or len(linear[output]) <= by_slopes):
-            return tuple(linear[output])
+            return linear[output]
         # Any number of elementwise equations is one product with a slope for each base.
         if bases:
-            return tuple(
+            return [
                 self._times(view, node, base) for base in bases for view in base.views
-            )
+            ]
         views: list[View] = []
         # Anything else is left to JAX's own derivative.
         for position, x in enumerate(inputs):
             if x.views:
                 views += self._pushed(x.views, equation, inputs, position, output)
-        return tuple(views)
+        return views
 
     def _times(self, view: View, node: Node, base: Node) -> View:
         """A view times the derivative of an elementwise function."""
@@ -247,7 +255,7 @@ class Finder:
             return x.astype(slope.dtype) * slope
 
         view = view.then(
-            f"times {value[0]}" + (f" at {place.start}" if place else ""),
+            f"times value {value.index}" + (f" at {place.start}" if place else ""),
             times,
             view.shape,
             tuple(range(len(view.shape))),
@@ -275,19 +283,19 @@ class Finder:
             return []
         # A derivative depends on all inputs, also on those that no leaf moves.
         values = [self._number(x, x) for x in inputs]
-        numbers = [number for number, _ in values]
-        key = f"{name_of(eqn)}[{position}, {output}]{numbers}"
+        indices = [value.index for value in values]
+        key = f"{name_of(eqn)}[{position}, {output}]{indices}"
         settings = {"is_isometry": False, "values": values}
         shape, push = var.aval.shape, in_this_mesh(push)
         return [view.then(key, push, shape, None, **settings) for view in views]
 
-    def _number(self, value: Node, key: Any) -> tuple[int, tuple[Loop, ...]]:
-        """The index of a value, and its loops."""
+    def _number(self, value: Node, key: Any) -> Read:
+        """How views read a value."""
         # Keys of views have these numbers: two views are equal if they read the same.
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
             self.values.append(value)
-        return self._numbers[key], value.loops
+        return Read(self._numbers[key], value.loops)
 
     # Where values meet an example.
 
@@ -321,7 +329,7 @@ class Finder:
             value = leaf_view(len(plan.perturbations), out.aval)
             plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
             step = functools.partial(perturbed, eqn, operands)
-            plan.steps[equation.index] = step, 1
+            plan.steps[equation.index] = PlannedStep(step, 1)
         plan.perturbed_by[out] = value
         # Operands are functions of the equation's inputs, computed where it runs.
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
@@ -374,7 +382,7 @@ class Finder:
         if carried:
             return
         # An outer loop is met before its inner ones, and so has the smaller number.
-        loop = (self._num_loops, length)
+        loop = Loop(self._num_loops, length)
         self._num_loops += 1
         inner_inputs: Inputs = []
         for position, x in enumerate(inputs):
@@ -435,12 +443,12 @@ class Finder:
             self.fail(views_of(inputs), equation, traced)
             return
         # The derivative takes values first, and then tangents, which have the views.
-        known: Inputs = [None if x is None else x.frozen() for x in shared]
+        ins: Inputs = [None if x is None else x.frozen() for x in shared]
         for i in moved:
             x = inputs[i]
             assert x is not None
-            known.append(Node.tangent(eqn.invars[i].aval, x.views))
-        inner = self.plan(traced.jaxpr, traced.consts, known, [True for _ in live])
+            ins.append(Node.tangent(eqn.invars[i].aval, x.views))
+        inner = self.plan(traced.jaxpr, traced.consts, ins, [True for _ in live])
         self.fail(
             views_of(inner.outs), equation, f"`{name_of(eqn)}` returns a parameter"
         )
@@ -452,7 +460,7 @@ class Finder:
         """Marks the leaves of some views as not covered, because of an equation."""
         line = source_line(equation.eqn)
         for view in views:
-            led = [f"`{re.split(r'[^a-z_]', key)[0]}`" for key in view.key]
+            led = [f"`{name}`" for name in view.step_names]
             parts = [reason, line and f"at {line}", led and f"after {', '.join(led)}"]
             self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
 
@@ -494,8 +502,8 @@ def moved_rule(rule: Rule, value: View) -> Rule:
     if axes == tuple(range(len(shape))):
         return rule
     # Axes that were removed had size 1, so a reshape puts them back, in front.
-    kept = [axis for axis in axes if axis is not None]
-    order = [*(i for i, _ in enumerate(shape) if i not in kept), *kept]
+    present = [axis for axis in axes if axis is not None]
+    order = [*(i for i, _ in enumerate(shape) if i not in present), *present]
     named: list[AxisNames] = [() for _ in shape]
     for axis, names in safe_zip(axes, rule.y_axes):
         if axis is not None:

@@ -170,24 +170,24 @@ def rows_of_tokens(site: Site, factors: Factors) -> TokenRows:
     (tokens, places), (d, axes) = terms.operand, terms.cotangent
     of_row = sorted(axis for axis in axes if axis.role is Role.LEAF)
     lead = (EXAMPLE, *(axis for axis in places if axis != EXAMPLE))
-    rest = (axis for axis in axes if axis not in lead and axis not in of_row)
+    between = (axis for axis in axes if axis not in lead and axis not in of_row)
     # To [examples, places of tokens, entries of a row].
-    d = aligned(d, axes, (*lead, *rest, *of_row))
+    d = aligned(d, axes, (*lead, *between, *of_row))
     num, total = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
     d = jnp.broadcast_to(d, (num, *d.shape[1:])).reshape(num, total, -1)
     tokens = aligned(tokens, places, lead).reshape(-1, total)
     tokens = jnp.broadcast_to(tokens, (num, total))
     no_token = site.sizes[str(site.rule.token)]
 
-    def add(tokens: Array, d: Array) -> tuple[Array, Array]:
+    def add(tokens: Array, d: Array) -> TokenRows:
         # The first place with a token gets the sum of all places with it.
         place = jnp.arange(total)
         is_equal = tokens[:, None] == tokens[None]
         first = jnp.min(jnp.where(is_equal, place[None], total), axis=1)
         rows = jax.ops.segment_sum(d, first, total)
-        return jnp.where(first == place, tokens, no_token), rows
+        return TokenRows(jnp.where(first == place, tokens, no_token), rows)
 
-    return TokenRows(*jax.vmap(add)(tokens, d * scale_of(site)))
+    return jax.vmap(add)(tokens, d * scale_of(site))
 
 
 def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:

@@ -35,6 +35,7 @@ from .site import (
     Site,
 )
 from .table import SiteTable
+from .views import Loop
 
 
 # A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
@@ -113,7 +114,7 @@ class OfLeaf(NamedTuple):
             site = group[0].with_own(number, number, len(groups) + len(every_which))
             if len(group) > 1:
                 # As a loop whose number no loop of a program has.
-                site = site.within((-1, len(group)))
+                site = site.within(Loop(-1, len(group)))
                 of_d = [_as_steps(of_d, len(factors.outputs))]
                 of_a = [None if of_a[0] is None else _as_steps(of_a, 0)]
                 of_which = [_as_steps(of_which, 0)] if of_which else []
@@ -324,9 +325,9 @@ def _at_rows(term: Named, selected: _Tokens) -> Named:
     if chosen not in axes:
         return term
     shared = [axis for axis in of_tokens if axis in axes]
-    rest = tuple(axis for axis in axes if axis not in shared)
+    unshared = tuple(axis for axis in axes if axis not in shared)
     free = tuple(axis for axis in of_tokens if axis not in shared)
-    place = rest.index(chosen)
+    place = unshared.index(chosen)
 
     def take(x: Array, tokens: Array) -> Array:
         return jnp.take(x, tokens, axis=place, mode="fill", fill_value=0)
@@ -339,7 +340,7 @@ def _at_rows(term: Named, selected: _Tokens) -> Named:
             for both in (axes, of_tokens)
         ]
         take = jax.vmap(take, tuple(in_axes))
-    taken = (*shared, *rest[:place], *free, *rest[place + 1 :])
+    taken = (*shared, *unshared[:place], *free, *unshared[place + 1 :])
     return Named(take(x, tokens), taken)
 
 

@@ -25,6 +25,21 @@ from .table import SiteTable
 from .values import nodes_up_to
 
 
+class MatrixSizes(NamedTuple):
+    """The number of the matrices of a weight, and of their rows and columns."""
+
+    batch: int
+    outputs: int
+    inputs: int
+
+
+class BiasAxes(NamedTuple):
+    """The shape of a bias, and the axes of a layout that its axes belong to."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A weight as a batch of matrices.
@@ -33,8 +48,7 @@ class Layout:
         that each axis is of one kind.
     - `batch`, `outputs`, `inputs`: the axes of each kind; axes of size 1 may be of no
         kind.
-    - `bias`: if a bias counts as one more input, its shape, and the axes of the weight
-        that its axes belong to.
+    - `bias`: the axes of a bias that counts as one more input, if there is one.
     """
 
     leaf_shape: tuple[int, ...]
@@ -42,22 +56,23 @@ class Layout:
     batch: tuple[int, ...]
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
-    bias: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    bias: BiasAxes | None = None
 
     def size(self, axes: Sequence[int]) -> int:
         return math.prod(self.shape[axis] for axis in axes)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> MatrixSizes:
         """The number of matrices, and the numbers of their rows and columns."""
+        # The bias is one more column.
         num = self.size(self.inputs) + (self.bias is not None)
-        return self.size(self.batch), self.size(self.outputs), num
+        return MatrixSizes(self.size(self.batch), self.size(self.outputs), num)
 
     @property
-    def _order(self) -> tuple[int, ...]:
+    def _order(self) -> list[int]:
         """All axes, those of no kind first."""
-        order = (*self.batch, *self.outputs, *self.inputs)
-        return (*(i for i, _ in enumerate(self.shape) if i not in order), *order)
+        order = [*self.batch, *self.outputs, *self.inputs]
+        return [*(i for i, _ in enumerate(self.shape) if i not in order), *order]
 
     def matrices(
         self, leaves: Sequence[Inexact[Array, "..."]]
@@ -71,7 +86,7 @@ class Layout:
         weight = weight.reshape(num, rows, self.size(self.inputs))
         if self.bias is None:
             return weight
-        _, axes = self.bias
+        axes = self.bias.axes
         # The bias is the column of an input that is always one.
         column = bias[0].reshape([self.shape[axis] for axis in axes])
         wanted = (*self.batch, *self.outputs)
@@ -144,10 +159,10 @@ class AxisRoles:
                 for number, axis in enumerate(axes)
                 if axis.is_position and axis not in shared
             ]
-            kept = tuple(axis for i, axis in enumerate(axes) if i not in alone)
+            left = tuple(axis for i, axis in enumerate(axes) if i not in alone)
             is_tokens = x is a and self.site.rule.token is not None
             total = x if is_tokens else jnp.sum(x, axis=tuple(alone))
-            sums.append(Named(total, kept))
+            sums.append(Named(total, left))
         (d, of_d) = sums[1]
         scaled = Named(d * scale_of(self.site), of_d)
         return UseTerms(sums[0], scaled, tuple(shared), met)
@@ -181,6 +196,9 @@ class Part:
     layout: Layout | None = None
     is_counted: bool = False
     reason: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<block of the leaves {', '.join(map(str, self.leaves))}: {self}>"
 
     def __str__(self) -> str:
         """The sizes of the two factors: outputs and inputs."""
@@ -216,8 +234,8 @@ def parts_of(table: SiteTable, chosen: Sequence[Sequence[int]] | None) -> list[P
         # A bias that is added to the products of two weights belongs to neither.
         counts = collections.Counter(bias for bias, _ in joined.values())
         biases = {w: (bias,) for w, (bias, _) in joined.items() if counts[bias] == 1}
-        others = {*range(num)}.difference(*biases.values())
-        chosen = [(leaf, *biases.get(leaf, ())) for leaf in sorted(others)]
+        first = {*range(num)}.difference(*biases.values())
+        chosen = [(leaf, *biases.get(leaf, ())) for leaf in sorted(first)]
     return [_part(table, leaves, layouts, joined) for leaves in chosen]
 
 
@@ -264,7 +282,7 @@ def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
         kinds = _kinds(site, by_name)
         assert kinds is not None
         # The layout is that of the first use; another may have the axes swapped.
-        is_swapped = _present(kinds[1], part.layout.shape) != _present(
+        is_swapped = _present(kinds.outputs, part.layout.shape) != _present(
             part.layout.outputs, part.layout.shape
         )
         uses.append(AxisRoles(site, by_name, is_swapped))
@@ -310,7 +328,12 @@ def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
     return _SplitAxes(by_name, tuple(shape))
 
 
-_Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+class _Kinds(NamedTuple):
+    """The axes of a leaf by their kind in a product of matrices, as in a `Layout`."""
+
+    batch: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 def _kinds(site: Site, by_name: dict[str, Axis]) -> _Kinds | None:
@@ -324,11 +347,13 @@ def _kinds(site: Site, by_name: dict[str, Axis]) -> _Kinds | None:
     of_a = {by_name[name] for name in (*site.a_axes, *token, *group)}
     of_d = {by_name[name] for name in (*site.d_axes, *group)}
     # Axes of both factors make a batch; others are outputs or inputs.
-    batch, outputs, inputs = (
-        tuple(sorted(axis.number for axis in part if not axis.is_position))
-        for part in (of_a & of_d, of_d - of_a, of_a - of_d)
+    kinds = _Kinds(
+        *(
+            tuple(sorted(axis.number for axis in axes if not axis.is_position))
+            for axes in (of_a & of_d, of_d - of_a, of_a - of_d)
+        )
     )
-    return (batch, outputs, inputs) if inputs and site.operand is not None else None
+    return kinds if kinds.inputs and site.operand is not None else None
 
 
 def _layout(table: SiteTable, leaf: int) -> Layout | str:
@@ -368,8 +393,7 @@ def _reason(site: Site) -> str | None:
         return "it meets complex numbers"
     is_named = has_named_axes(site) or (site.rule.splits and view.is_whole)
     if not is_named or view.place is not None:
-        names = dict.fromkeys(key.split("[")[0].split(" ")[0] for key in view.key)
-        steps = ", ".join(f"`{name}`" for name in names)
+        steps = ", ".join(f"`{name}`" for name in dict.fromkeys(view.step_names))
         return f"it is used after {steps}" if steps else "only a part of it is used"
     if has_weights(site) or view.is_weighted:
         return "its entries are multiplied with numbers of their own"
@@ -394,18 +418,17 @@ def _with_bias(
 
     A bias is one if it is added to each product with the weight, and to nothing else.
     """
-    sites, others = table.of(weight), table.of(bias)
-    if bias in table.fallbacks or len(sites) != len(others):
+    of_weight, of_bias = table.of(weight), table.of(bias)
+    if bias in table.fallbacks or len(of_weight) != len(of_bias):
         return None
     # Each use of the bias is matched with the use of the weight that has its cotangent.
-    by_perturbation = {site.perturbation: site for site in sites}
+    by_perturbation = {site.perturbation: site for site in of_weight}
     matches = {
-        _bias_axes(table, by_perturbation.get(other.perturbation), other)
-        for other in others
+        _bias_axes(table, by_perturbation.get(use.perturbation), use) for use in of_bias
     }
-    if len(by_perturbation) != len(sites) or len(matches) != 1:
+    if len(by_perturbation) != len(of_weight) or len(matches) != 1:
         return None
-    if len({other.perturbation for other in others}) != len(others):
+    if len({use.perturbation for use in of_bias}) != len(of_bias):
         return None
     (axes,) = matches
     # One entry for each output of each matrix, no fewer and no more.
@@ -416,7 +439,7 @@ def _with_bias(
     missing = {*layout.batch, *layout.outputs} - {*axes}
     axes = (*axes, *sorted(missing))
     shape = table.leaves[bias].shape
-    return dataclasses.replace(layout, bias=(shape, axes))
+    return dataclasses.replace(layout, bias=BiasAxes(shape, axes))
 
 
 def _bias_axes(

@@ -58,6 +58,10 @@ class Directions:
     axes: Axes = ()
     paired: Sequence[int | None] = ()
 
+    def __repr__(self) -> str:
+        along = ", ".join(map(repr, self.axes))
+        return f"<directions along {along}>" if along else "<a single direction>"
+
 
 # The gradient of a loss, which is the only differentiated output.
 OF_LOSS = Directions(lambda outs, _: Seeds([jnp.ones_like(outs[0])]))
@@ -193,19 +197,19 @@ class Program:
         """
         one = lambda rows: self.of_example(rows, [directions])
         if rows:
-            found = jax.vmap(one, ([*axes],))(rows)
+            examples = jax.vmap(one, ([*axes],))(rows)
         else:
             # `jax.vmap` refuses a call without arrays.
-            found = jax.tree.map(lambda x: x[None], one(rows))
+            examples = jax.tree.map(lambda x: x[None], one(rows))
         # Outputs have their examples along axis 0, whatever the axes of the rows.
-        (pulled,) = found.pulled
+        (pulled,) = examples.pulled
         return Factors(
-            found.operands,
+            examples.operands,
             pulled.cotangents,
             directions.axes,
-            found.outs[0].shape[0],
+            examples.outs[0].shape[0],
             self.values(),
-            outs=found.outs,
+            outs=examples.outs,
             curve=pulled.curve,
         )
 
@@ -244,8 +248,9 @@ class Program:
 
         run = jax.checkpoint(run) if remat else run
         point = self.zeros(leaves, example) if point is None else point
-        outs, pullback, (rest, operands) = jax.vjp(run, point, has_aux=True)
-        return Linearized([*outs, *rest], operands, lambda seeds: pullback(seeds)[0])
+        outs, pullback, (constant, operands) = jax.vjp(run, point, has_aux=True)
+        outs = [*outs, *constant]
+        return Linearized(outs, operands, lambda seeds: pullback(seeds)[0])
 
     def zeros(self, leaves: Values, example: Values) -> list[Array]:
         """Perturbations of zero."""

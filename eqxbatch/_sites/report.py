@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
 from .._base.tables import AbstractTabular, shape_text, Table
 from .._base.traced_function import TracedFunction
@@ -73,7 +74,9 @@ class SitesReport(AbstractTabular):
 
     @property
     def table(self) -> Table:
-        rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
+        rows: list[tuple[str, ...]] = [
+            ("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")
+        ]
         for leaf in self.leaves:
             # A leaf in an unrolled loop has many uses that are alike.
             counts = collections.Counter(leaf.sites).items()
@@ -103,8 +106,8 @@ class SitesReport(AbstractTabular):
         return Table(rows, num_texts=5, num_sums=2, notes=notes)
 
 
-def _thousands(flops: float, traffic: float) -> tuple[str, str]:
-    return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
+def _thousands(*costs: float) -> list[str]:
+    return [f"{cost / 1e3:,.1f}" for cost in costs]
 
 
 def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
@@ -131,8 +134,8 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
                 flops=contraction.cost.flops,
                 bytes=contraction.cost.bytes,
                 reason=reason,
-                kfac=kfac[leaf][0],
-                kfac_reason=kfac[leaf][1],
+                kfac=kfac[leaf].text,
+                kfac_reason=kfac[leaf].reason,
             )
         )
     # Both totals are without the forward and backward pass, which they share.
@@ -146,19 +149,26 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     )
 
 
-def _kfac(table: SiteTable, paths: list[str]) -> dict[int, tuple[str, str | None]]:
-    """The block of each leaf in `filter_kfac`, and why it has no factors, if so."""
-    rows: dict[int, tuple[str, str | None]] = {}
+class _Block(NamedTuple):
+    """The block of a leaf in `filter_kfac`, and why it has no factors, if so."""
+
+    text: str
+    reason: str | None = None
+
+
+def _kfac(table: SiteTable, paths: list[str]) -> dict[int, _Block]:
+    """The block of each leaf in `filter_kfac`."""
+    blocks: dict[int, _Block] = {}
     for part in parts_of(table, None):
-        first, *rest = part.leaves
-        rows[first] = str(part), part.reason
-        rows.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
+        first, *biases = part.leaves
+        blocks[first] = _Block(str(part), part.reason)
+        blocks.update((leaf, _Block(f"with {paths[first]}")) for leaf in biases)
     # Last, because such a leaf is refused whatever its block would be.
     for leaf, _ in enumerate(paths):
         other = multiplied(table, leaf)
         if other is not None:
-            rows[leaf] = "refused", f"it is multiplied with {paths[other]}"
-    return rows
+            blocks[leaf] = _Block("refused", f"it is multiplied with {paths[other]}")
+    return blocks
 
 
 def _name_of_site(site: Site) -> str:

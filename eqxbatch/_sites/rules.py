@@ -66,10 +66,10 @@ def _dot_general(eqn: Eqn, index: int) -> Rule:
     # Axes with one name are one axis: JAX puts those of the result in a fixed order.
     names: list[AxisNames] = []
     for side, shape in enumerate((left, right)):
-        known = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
-        known.update((axis, f"c{i}") for i, axis in enumerate(contracted[side]))
+        named = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
+        named.update((axis, f"c{i}") for i, axis in enumerate(contracted[side]))
         axes = range(len(shape))
-        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in axes))
+        names.append(tuple(named.get(axis, f"{'lr'[side]}{axis}") for axis in axes))
     free = (name for axes in names for name in axes if name[0] in "lr")
     return Rule(
         kind="dot_general",
@@ -312,10 +312,10 @@ def _ragged_dot(eqn: Eqn, index: int) -> Rule | None:
     for side, (shape, summed) in enumerate(safe_zip((left, right), axes.contracted)):
         # As in a matrix product. Only the matrices have an axis of groups: `which` says
         # which of them a row meets.
-        known = {axis: f"c{i}" for i, axis in enumerate(summed)}
-        known |= {axes.groups: "group"} if side == 1 else {}
+        named = {axis: f"c{i}" for i, axis in enumerate(summed)}
+        named |= {axes.groups: "group"} if side == 1 else {}
         sides = range(len(shape))
-        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in sides))
+        names.append(tuple(named.get(axis, f"{'lr'[side]}{axis}") for axis in sides))
     num, params = left[axes.rows], eqn.params
 
     # Groups differ between examples, so they come with the operand.
@@ -342,20 +342,20 @@ def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
     """The axis of a table along which rows are selected; None if not exactly one."""
     index_map = params["dimension_numbers"].start_index_map
     sizes = params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen:  # A table with one row: any axis of size 1 will do.
-        chosen = [axis for axis in index_map if table[axis] == 1][:1]
-    others = [axis for axis in index_map if axis not in chosen]
+    selected = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    if not selected:  # A table with one row: any axis of size 1 will do.
+        selected = [axis for axis in index_map if table[axis] == 1][:1]
+    whole = [axis for axis in index_map if axis not in selected]
     mode, modes = params["mode"], lax.GatherScatterMode
     if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
         return None
-    if len(chosen) != 1 or sizes[chosen[0]] != 1:
+    if len(selected) != 1 or sizes[selected[0]] != 1:
         return None
     # Along the others, rows are as long as the table. Their index is clipped to 0, but
     # an index that is dropped would drop the row, which tokens do not tell.
-    if others and mode == modes.FILL_OR_DROP:
+    if whole and mode == modes.FILL_OR_DROP:
         return None
-    return chosen[0] if chosen[0] in index_map else None
+    return selected[0] if selected[0] in index_map else None
 
 
 def _selected_rows(
@@ -401,13 +401,13 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
     """
     table = eqn.invars[0].aval.shape
     sizes = eqn.params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    selected = [axis for axis, size in enumerate(sizes) if size != table[axis]]
     # Of a table with a single row, any axis of size 1 will do.
-    if not chosen and 1 in table:
-        chosen = [table.index(1)]
-    if index != 0 or len(chosen) != 1 or sizes[chosen[0]] != 1:
+    if not selected and 1 in table:
+        selected = [table.index(1)]
+    if index != 0 or len(selected) != 1 or sizes[selected[0]] != 1:
         return None
-    (token,) = chosen
+    (token,) = selected
 
     def operand(ins: Values) -> Integer[Array, ""]:
         return _selected_rows(ins[1 + token], table[token], drops=False)

@@ -103,8 +103,11 @@ class Rule:
 
     def __repr__(self) -> str:
         listed = lambda axes: f"({', '.join(axes)})"
-        operand = "" if self.operand is None else f"a{listed(self.a_axes)} "
-        factors = f"{operand}d{listed(self.d_axes)}"
+        operand = "a" if self.token is None else "tokens"
+        factors = [] if self.operand is None else [f"{operand}{listed(self.a_axes)}"]
+        if self.group is not None:
+            factors.append(f"m{listed((*self.which_axes, self.group))}")
+        factors = " ".join([*factors, f"d{listed(self.d_axes)}"])
         return f"{self.kind}: {factors} -> w{listed(self.w_axes)}"
 
     @property
@@ -146,7 +149,7 @@ class Site:
     is_in_branch: bool = False
 
     def __repr__(self) -> str:
-        loops = "".join(f", {loop.length} steps" for loop in self.loops)
+        loops = "".join(f", {loop!r}" for loop in self.loops)
         operand = "" if self.operand is None else f", a = operand {self.operand}"
         factors = f"d = cotangent {self.perturbation}{operand}"
         return f"<{self.view!r} in {self.rule!r}{loops}; {factors}>"
@@ -164,7 +167,7 @@ class Site:
         """The site in the body of a `scan`."""
         of_view = [steps for steps in self.view.loops if steps.loop == loop]
         # A view that the loop does not slice is the same in each step.
-        (steps,) = of_view or [Steps(loop, loop[1], is_sliced=False)]
+        (steps,) = of_view or [Steps(loop, loop.length, is_sliced=False)]
         return dataclasses.replace(self, loops=(steps, *self.loops))
 
     @property
@@ -226,7 +229,7 @@ class Site:
             axis = 0 if around.loop in self.source.loops else None
             in_axes = (None if a is None else 0, axis)
             # All steps, where `around.length` counts only those that use the leaf.
-            op = jax.vmap(op, in_axes, axis_size=around.loop[1])
+            op = jax.vmap(op, in_axes, axis_size=around.loop.length)
         return op(a, source)
 
     def at_steps(self, x: Array, axis: int) -> Array:
@@ -306,8 +309,8 @@ def has_named_axes(site: Site) -> bool:
         return False
     # None is an axis along which the leaf is repeated: a contraction sums over it. If
     # two axes are one of the leaf, as on a diagonal, the gradient is no contraction.
-    known = [axis for axis in axes if axis is not None]
-    return len(known) == len(set(known))
+    of_leaf = [axis for axis in axes if axis is not None]
+    return len(of_leaf) == len(set(of_leaf))
 
 
 def has_few_directions(site: Site) -> bool:

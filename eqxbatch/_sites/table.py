@@ -37,8 +37,12 @@ class SiteTable:
     fallbacks: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
-        found = lambda leaf: self.fallbacks.get(leaf) or self.of(leaf) or "not used"
-        lines = (f"leaf {i} {x.shape}: {found(i)}" for i, x in enumerate(self.leaves))
+        lines = []
+        for leaf, x in enumerate(self.leaves):
+            uses = [repr(site) for site in self.of(leaf)] or ["not used"]
+            # The site of a leaf without a rule is the leaf itself.
+            uses = [self.fallbacks[leaf]] if leaf in self.fallbacks else uses
+            lines += [f"leaf {leaf} {x.shape}", *(f"    {use}" for use in uses)]
         return "\n".join(lines)
 
     # Asked for each leaf, so a search through all sites would be quadratic in depth.

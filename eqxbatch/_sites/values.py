@@ -9,7 +9,7 @@ derivative is a sum of views.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,18 @@ class Node:
     coupled: frozenset[int] = frozenset()
     order: int = dataclasses.field(init=False, default_factory=_ORDERS.__next__)
 
+    def __repr__(self) -> str:
+        if self.leaf is not None:
+            source = f"leaf {self.leaf}"
+        elif self.run is None:
+            source = "a constant"
+        else:
+            num = len(self.inputs)
+            source = f"computed from {num} value{'s' * (num != 1)}"
+        views = ", ".join(map(repr, self.views))
+        derivative = f"; views: {views}" if views else ""
+        return f"<value {self.shape}: {source}{derivative}>"
+
     @classmethod
     def of(cls, aval: Aval, varies: bool, **settings: Any) -> "Node":
         """A node of this type that is computed from no other one."""
@@ -129,7 +141,7 @@ def output_nodes(
     run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
     varies = any(node.varies for node in inputs) and not is_flat(eqn)
     is_reverse = any(node.is_reverse for node in inputs) or _is_reverse(eqn)
-    bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else ((), True)
+    bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else _Bases((), True)
     return [
         Node(
             loops,
@@ -189,33 +201,38 @@ def pushforward_of(
     return None if derivative == "rows" else push
 
 
-def _bases(
-    jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...]
-) -> tuple[tuple[Node, ...], bool]:
-    """The nodes in which an equation's outputs are elementwise, and if linearly so.
+class _Bases(NamedTuple):
+    """The nodes in which a value is elementwise, and whether it is linear in them.
 
-    Without such nodes, whether the equation is linear in its inputs.
+    Without such nodes, whether it is linear in the inputs of its equation.
     """
+
+    nodes: tuple[Node, ...]
+    is_linear: bool
+
+
+def _bases(jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...]) -> _Bases:
+    """The nodes in which an equation's outputs are elementwise."""
     name, shape = name_of(eqn), eqn.outvars[0].aval.shape
     # Constants, and what has a derivative of zero, may have any shape and do anything.
     varying = [node for node in inputs if node.varies]
     is_linear = _is_linear_equation(eqn, [node.varies for node in inputs])
     # An input that is broadcast has entries that several outputs depend on.
     if any(node.shape != shape for node in varying):
-        return (), is_linear
+        return _Bases((), is_linear)
     # Of a custom derivative, the rule counts; of anything else, the table.
     if name == "custom_jvp_call":
         is_known = len(eqn.outvars) == 1 and _has_elementwise_rule(jaxpr, eqn)
     else:
         is_known = name in _ELEMENTWISE and _is_real(eqn)
     if not is_known:
-        return (), is_linear
+        return _Bases((), is_linear)
     # Elementwise in the inputs, and so in what these are elementwise in.
     bases: dict[Node, None] = {}
     for node in varying:
         bases.update(dict.fromkeys(node.bases or (node,)))
     are_linear = all(node.is_linear for node in varying if node.bases)
-    return tuple(bases), is_linear and are_linear
+    return _Bases(tuple(bases), is_linear and are_linear)
 
 
 def _is_linear_equation(eqn: Eqn, varying: list[bool]) -> bool:
@@ -314,14 +331,15 @@ def slope_of(node: Node, base: Node) -> Node:
     # What leads from the base to the node is run again; all other inputs are values.
     is_before = lambda x: x is base or base not in x.bases
     between = nodes_up_to([node], is_before)
-    others = itertools.chain(*(x.inputs for x in between))
-    inputs = tuple(dict.fromkeys([base, *(x for x in others if x not in between)]))
+    read = itertools.chain(*(x.inputs for x in between))
+    inputs = tuple(dict.fromkeys([base, *(x for x in read if x not in between)]))
 
     def run(*values: Array) -> Values:
-        known = dict(safe_zip(inputs, values))
-        along = lambda x: evaluated([node], [], {**known, base: x})[node]
+        of_inputs = dict(safe_zip(inputs, values))
+        along = lambda x: evaluated([node], [], {**of_inputs, base: x})[node]
         # Entries do not mix, so the direction of ones has the slope of each.
-        return [jax.jvp(along, (known[base],), (jnp.ones_like(known[base]),))[1]]
+        x = of_inputs[base]
+        return [jax.jvp(along, (x,), (jnp.ones_like(x),))[1]]
 
     return node._then(run, inputs=inputs, varies=False)
 
