@@ -10,6 +10,7 @@ import re
 import pytest
 
 import eqxbatch
+from eqxbatch._sites import rules, view_rules
 
 
 pytestmark = pytest.mark.quick
@@ -200,3 +201,9 @@ def test_only_one_file_depends_on_versions_of_jax():
     for path in FILES:
         if path != VERSIONS:
             assert [*of_versions(path)] == [], path
+
+
+def test_rules_of_primitives_have_worked_examples():
+    # One that is to be read before its code has numbers.
+    for rule in {*rules._RULES.values(), *view_rules._VIEWS.values()}:
+        assert re.search(r"\d", inspect.getdoc(rule) or ""), rule

@@ -58,6 +58,10 @@ class Directions:
     axes: Axes = ()
     paired: Sequence[int | None] = ()
 
+    def __repr__(self) -> str:
+        along = ", ".join(map(repr, self.axes))
+        return f"<directions along {along}>" if along else "<a single direction>"
+
 
 # The gradient of a loss, which is the only differentiated output.
 OF_LOSS = Directions(lambda outs, _: Seeds([jnp.ones_like(outs[0])]))
@@ -130,7 +134,10 @@ class Program:
             fallbacks = dict.fromkeys(leaves, reason)
         num = len(self.jaxpr.outvars)
         self.num_outputs = num if num_outputs is None else num_outputs
+        # Sites matter only for outputs that are differentiated.
         live = [i < self.num_outputs for i in range(num)]
+        # A search finds leaves that no rule covers. It is repeated without them until
+        # it finds none.
         while True:
             finder = Finder(order)
             inputs: Inputs = [None for _ in avals]
@@ -190,17 +197,19 @@ class Program:
         """
         one = lambda rows: self.of_example(rows, [directions])
         if rows:
-            found = jax.vmap(one, ([*axes],))(rows)
+            examples = jax.vmap(one, ([*axes],))(rows)
         else:
-            found = jax.tree.map(lambda x: x[None], one(rows))
-        (pulled,) = found.pulled
+            # `jax.vmap` refuses a call without arrays.
+            examples = jax.tree.map(lambda x: x[None], one(rows))
+        # Outputs have their examples along axis 0, whatever the axes of the rows.
+        (pulled,) = examples.pulled
         return Factors(
-            found.operands,
+            examples.operands,
             pulled.cotangents,
             directions.axes,
-            found.outs[0].shape[0],
+            examples.outs[0].shape[0],
             self.values(),
-            outs=found.outs,
+            outs=examples.outs,
             curve=pulled.curve,
         )
 
@@ -234,12 +243,14 @@ class Program:
 
         def run(perturbations: Values) -> tuple[list, tuple[list, list]]:
             outs, operands, _ = self.evaluate(leaves, example, perturbations)
+            # What is not differentiated comes along as auxiliary outputs.
             return outs[:num], (outs[num:], operands)
 
         run = jax.checkpoint(run) if remat else run
         point = self.zeros(leaves, example) if point is None else point
-        outs, pullback, (rest, operands) = jax.vjp(run, point, has_aux=True)
-        return Linearized([*outs, *rest], operands, lambda seeds: pullback(seeds)[0])
+        outs, pullback, (constant, operands) = jax.vjp(run, point, has_aux=True)
+        outs = [*outs, *constant]
+        return Linearized(outs, operands, lambda seeds: pullback(seeds)[0])
 
     def zeros(self, leaves: Values, example: Values) -> list[Array]:
         """Perturbations of zero."""
@@ -258,9 +269,12 @@ class Program:
         of_leaves = [leaves[leaf] for leaf in self._perturbed]
         if perturbations is not None:
             perturbations = list(perturbations)
+            # Perturbations of leaves come last, so they are taken off the end in
+            # reverse.
             for leaf in reversed(self._perturbed):
                 leaves[leaf] = leaves[leaf] + perturbations.pop()
         args = [*leaves, *example]
+        # Without a plan, effects stay where the program has them.
         if self.jaxpr.effects:
             return Run(run_jaxpr(self.jaxpr, self._consts, args), [], of_leaves)
         outs, operands, perturbed = self._plan.run(args, perturbations)
@@ -299,6 +313,8 @@ def _pulled(
         # What is not used of the result of a pullback is not computed.
         cotangents = jax.vmap(pull)(flat)
     cotangents = [d.reshape(*lead, *d.shape[1:]) for d in cotangents]
+    # An entry of these cotangents is a multiple of one entry of the output, so that
+    # ones give all of them at once: an axis of size 1 in place of all directions.
     for number in {*directions.paired} - {None}:
         ones = [jnp.full_like(out, i == number) for i, out in enumerate(outs)]
         for i, x in enumerate(pull(ones)):

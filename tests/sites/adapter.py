@@ -46,6 +46,7 @@ from eqxbatch._sites import (
 from eqxbatch._sites.axes import Axis, EXAMPLE, OTHER_EXAMPLE, Role
 from eqxbatch._sites.program import Directions, OF_LOSS, Program, Seeds
 from eqxbatch._sites.table import SiteTable
+from eqxbatch._sites.views import Loop
 
 
 # How gradients are contracted: from factors; formed, and kept or formed again for their
@@ -474,14 +475,22 @@ def printed(fun: Callable, leaves: list, rows: list) -> dict[str, str]:
     program = Program(TracedFunction(fun, leaves, rows, [0 for _ in rows]))
     found, *_ = program.table.sites
     of_rows = program.factors(rows, [0 for _ in rows], OF_LOSS)
-    return {
-        "program": repr(program),
-        "site": repr(found),
-        "view": repr(found.view),
-        "rule": repr(found.rule),
-        "factors": repr(of_rows),
-        "term": repr(of_rows.terms(found).cotangent),
+    term = of_rows.terms(found).cotangent
+    shown = {
+        "program": program,
+        "plan": program._plan,
+        "site": found,
+        "view": found.view,
+        "rule": found.rule,
+        "values": program.table.nodes,
+        "directions": [OF_LOSS, Directions(OF_LOSS.seeds, _OUTPUTS)],
+        "factors": of_rows,
+        "factor": of_rows.operands[0],
+        "term": term,
+        "axis": term.axes[0],
+        "blocks": kronecker.parts_of(program.table, None),
     }
+    return {name: repr(x) for name, x in shown.items()}
 
 
 # Sites of one equation, with random factors.
@@ -534,7 +543,7 @@ class RandomSites:
                 operand=None if found.operand is None else len(operands),
                 which=None if found.which is None else len(operands) + 1,
             )
-            sites.append(one if num_steps is None else one.within((0, num_steps)))
+            sites.append(one if num_steps is None else one.within(Loop(0, num_steps)))
             structs = [program.table.operands[i] for i in of_operands]
             in_steps = lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
             operands += map(in_steps, structs)
