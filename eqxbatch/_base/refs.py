@@ -3,7 +3,8 @@
 A `Ref` that a function makes for itself is a value that changes: the program without it
 passes that value from one equation to the next. JAX does the same when it compiles, but
 that is too late for derivatives: through a `jax.lax.scan`, its derivative of a function
-with a `Ref` is zero, and a `jax.custom_jvp` refuses it.
+with a `Ref` is zero, and a `jax.custom_jvp` refuses it
+(https://github.com/jax-ml/jax/issues/27470).
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ def without_refs(closed: JaxprAndConsts) -> JaxprAndConsts:
 
     def run(*args: Any) -> list:
         outs = _evaluate_cells(jaxpr, consts, [*args])
+        # What is written is another object, even if its numbers are the same.
         if any(cell.value is not before[key] for key, cell in outside.items()):
             raise ValueError(
                 "The function writes to a `jax.Ref` that was made outside of it, which "
@@ -117,6 +119,7 @@ def _new_ref(_: Eqn, ins: list[_Operand]) -> list:
 
 
 def _empty_ref(eqn: Eqn, _: list[_Operand]) -> list:
+    # No entry is defined, and zeros are as good as any.
     aval = eqn.outvars[0].aval
     return [_Cell(jnp.zeros(aval.shape, aval.dtype))]
 
@@ -153,6 +156,7 @@ class _Inputs:
 
     def __init__(self, ins: list[_Operand]):
         self._ins = ins
+        # A cell can be several inputs, and has one value.
         self.cells = [*{id(x): x for x in ins if isinstance(x, _Cell)}.values()]
 
     @property
@@ -185,6 +189,8 @@ def _call(eqn: Eqn, ins: list[_Operand]) -> list:
     assert closed is not None
     if not is_remat(eqn):
         return _evaluate_cells(closed.jaxpr, closed.consts, ins)
+    # Run again for the derivative, it must read what was there before it wrote: values
+    # of the cells go in, and their new values come out.
     inputs = _Inputs(ins)
     flat = [x.value if isinstance(x, _Cell) else x for x in ins]
 
@@ -202,6 +208,7 @@ def _call(eqn: Eqn, ins: list[_Operand]) -> list:
 def _cond(eqn: Eqn, ins: list[_Operand]) -> list:
     index, *operands = ins
     inputs = _Inputs(operands)
+    # Each branch returns the values of all cells, whether it wrote to them or not.
     branches = [functools.partial(inputs.run, x) for x in eqn.params["branches"]]
     state = lax.switch(index, branches, inputs.values)
     inputs.write(state.cells)
@@ -218,6 +225,7 @@ def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
         cells, outs = inputs.run(closed, state.cells, ins)
         return _State(cells, outs[:num]), outs[num:]
 
+    # Besides its own carry, the loop carries the values of the cells.
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     state, ys = lax.scan(step, _State(inputs.values, carry), xs, **options)
     inputs.write(state.cells)
@@ -283,9 +291,11 @@ class _Place:
         if not self.is_known:
             return lax.dynamic_slice(x, self.starts, self.sizes)
         sides = safe_zip(self.starts, self.sizes, self.strides)
-        limits = [start + max(size - 1, 0) * step + 1 for start, size, step in sides]
-        pairs = safe_zip(limits, x.shape)
-        limits = [min(limit, size) for limit, size in pairs]
+        # One past the last entry, which a slice without entries does not have.
+        limits = [
+            start + (size - 1) * step + 1 if size > 0 else start
+            for start, size, step in sides
+        ]
         return lax.slice(x, self.starts, limits, self.strides)
 
     def with_part(self, x: Array, part: Array) -> Array:
@@ -294,6 +304,7 @@ class _Place:
         if {*self.strides} <= {1}:
             return lax.dynamic_update_slice(x, part, self.starts)
         sides = safe_zip(self.starts, self.sizes, self.strides)
+        # With strides, the entries between stay: a scatter, as JAX has no such update.
         where = [start + jnp.arange(size) * step for start, size, step in sides]
         return x.at[jnp.ix_(*where)].set(part)
 
@@ -316,6 +327,7 @@ def _place(indexer: Any) -> _Place | None:
     starts, sizes, strides, index, shape = [], [], [], [], []
     # Arrays of indices take entries of a part with all entries along their axes.
     has_arrays = indexer.int_indexer_shape != ()
+    # An integer takes one entry of an axis, and a slice has a length of its own.
     for i, size in safe_zip(indexer.indices, indexer.shape):
         is_slice = hasattr(i, "stride")
         index.append(slice(None) if is_slice else i)
@@ -339,6 +351,7 @@ def _place(indexer: Any) -> _Place | None:
 
 
 def _read_places(x: Array, places: list[_Place]) -> Array:
+    """The entries in the innermost of some places."""
     for place in places:
         part = place.part(x)
         x = part.reshape(place.shape) if place.index is None else part[place.index]
