@@ -40,6 +40,7 @@ OTHER, ZERO, LINEAR = "other", "zero", "linear"
 
 def unique_inputs(eqn: Eqn) -> list[int]:
     """The distinct variables among the inputs of an equation."""
+    # A variable that is two inputs is one argument: its derivative has both shares.
     first: dict[Var, int] = {}
     for i, atom in enumerate(eqn.invars):
         if not isinstance(atom, jex.Literal):
@@ -79,6 +80,7 @@ class Along(NamedTuple):
         `in_loops` is as for `kinds_of`.
         """
         kinds = [OTHER for _ in self.avals] + [LINEAR for _ in self.cotangents]
+        # An effect happens as often for a small cotangent as for a large one.
         if backward.jaxpr.effects:
             return "side effects"
         outs = kinds_of(backward.jaxpr, kinds, in_loops=in_loops)
@@ -151,6 +153,7 @@ def _batched(
     for eqn in jaxpr.eqns:
         marks = marked_among(eqn.invars)
         if has_own_backward(eqn):
+            # Its rule takes the place of all derivatives inside, whatever these are.
             if found is not None and not _is_known(jaxpr, eqn):
                 found.append(any(marks))
             outs = _batched_by(eqn, marks, None)
@@ -227,6 +230,7 @@ def _of_loop(
         # What a step carries is the input of the next.
         carried = [a or b for a, b in safe_zip(marks[first : first + num], outs[:num])]
         if carried == marks[first : first + num]:
+            # Only now, because the marks of earlier rounds may have been too few.
             _batched(body, marks, found)
             return [*carried, *outs[num:]]
         marks[first : first + num] = carried
@@ -234,6 +238,7 @@ def _of_loop(
 
 def needed_equations(jaxpr: Jaxpr) -> list[Eqn]:
     """The equations that the outputs of a jaxpr depend on."""
+    # From the end: what reads a result comes after what computes it.
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -252,14 +257,15 @@ def kinds_of(
     With `in_loops`, `scan` and `cond` can be linear, too, although JAX does not
     transpose all of these.
     """
-    known = dict.fromkeys(jaxpr.constvars, OTHER)
-    known.update(safe_zip(jaxpr.invars, inputs))
+    kind_by_var = dict.fromkeys(jaxpr.constvars, OTHER)
+    kind_by_var.update(safe_zip(jaxpr.invars, inputs))
 
     def kind_of(atom: Atom) -> str:
         if isinstance(atom, jex.Literal):
             return OTHER if np.any(np.asarray(atom.val) != 0) else ZERO
-        return known[atom]
+        return kind_by_var[atom]
 
+    # An equation that no output depends on may be anything.
     for eqn in needed_equations(jaxpr):
         kinds = [kind_of(atom) for atom in eqn.invars]
         closed = callee(eqn)
@@ -279,7 +285,7 @@ def kinds_of(
             outs = [ZERO if _is_zero(eqn, kinds) else OTHER for _ in eqn.outvars]
         if isinstance(outs, str):
             return outs
-        known.update(safe_zip(eqn.outvars, outs))
+        kind_by_var.update(safe_zip(eqn.outvars, outs))
     return [kind_of(atom) for atom in jaxpr.outvars]
 
 
@@ -288,11 +294,13 @@ def _joined(first: Sequence[str], second: Sequence[str]) -> list[str] | str:
     pairs = [*safe_zip(first, second)]
     if any({*pair} == {OTHER, LINEAR} for pair in pairs):
         return "a value that depends on the cotangent in some steps or branches only"
+    # Zero is linear as well, and a constant, too.
     return [a if b == ZERO else b for a, b in pairs]
 
 
 def _in_scan(eqn: Eqn, kinds: list[str]) -> list[str] | str:
     first, num = scan_sizes(eqn)
+    # A sum begins with zero and is linear after one step: repeat until nothing changes.
     body, kinds = eqn.params["jaxpr"].jaxpr, [*kinds]
     while True:
         outs = kinds_of(body, kinds, in_loops=True)
@@ -348,8 +356,10 @@ def _is_linear_equation(eqn: Eqn, kinds: Sequence[str]) -> bool:
     if name == "convert_element_type" and eqn.params["new_dtype"].itemsize < 2:
         # A cast to so few bits is what the backward pass is for, as in FP8 training.
         return False
+    # A product of two values that depend on the cotangent is of second order.
     if name in LINEAR_IN_EACH:
         return [*kinds].count(LINEAR) == 1
+    # Linear in the numerator, if the denominator does not depend on the cotangent.
     if name == "div":
         return kinds[1] != LINEAR
     # Inputs that are linear together: a constant among them would be added.

@@ -61,8 +61,9 @@ def callee(eqn: Eqn) -> JaxprAndConsts | None:
 
 def _expanded(eqn: Eqn) -> JaxprAndConsts:
     """The program that an equation stands for."""
-    known = _PROGRAMS.get(name_of(eqn), _of_object)
-    run = lambda *ins: known(eqn.params, ins)
+    # An object of JAX's classes knows its program by itself.
+    program = _PROGRAMS.get(name_of(eqn), _of_object)
+    run = lambda *ins: program(eqn.params, ins)
     avals = [atom.aval for atom in eqn.invars]
     # The mesh of the equation, whose axes may be of another kind than those that are
     # set now.
@@ -273,6 +274,7 @@ def evaluate_with(
 
     # Equations that are kept run together, so that JAX sees them as one program.
     pending: list[Eqn] = []
+    # What nothing reads is no output of such a program, so that JAX can drop it.
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     used = {atom for atom in atoms if not isinstance(atom, jex.Literal)}
 
@@ -300,6 +302,7 @@ def run_equations(
     jaxpr: Jaxpr, eqns: Sequence[Eqn], outs: Sequence[Var], values: Mapping[Var, object]
 ) -> list:
     """The values of `outs` after some consecutive equations of a jaxpr."""
+    # Variables from outside become inputs, in the order of their first use.
     made: set[Var] = set()
     ins: dict[Var, None] = {}
     for eqn in eqns:
@@ -319,6 +322,7 @@ def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: Sequence[Var]) -> Callable[..., l
 
     def run(*ins: Any) -> list:
         if not any(inner_jaxprs(eqn)) and not name_of(eqn).startswith("custom"):
+            # Without programs or rules inside, no jaxpr has to be made of it.
             results = eqn.primitive.bind(*ins, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
             return [results[eqn.outvars.index(var)] for var in outs]
@@ -329,6 +333,7 @@ def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: Sequence[Var]) -> Callable[..., l
     return run
 
 
+# Folders of JAX and of this package. The separator tells `jax` from `jaxopt`.
 _OTHERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (jax.__file__, jaxlib.__file__, os.path.dirname(__file__))
@@ -354,6 +359,7 @@ def first_use(jaxpr: Jaxpr, var: Var) -> list[int]:
         closed = callee(eqn)
         if closed is None:
             return [index]
+        # Positions within a program follow that of its call, so that lists compare.
         inner = closed.jaxpr
         return [index, *min(first_use(inner, inner.invars[i]) for i in positions)]
     return [len(jaxpr.eqns)]
@@ -398,6 +404,7 @@ def _live_inputs(eqn: Eqn, outs: list[bool]) -> list[bool]:
         jaxprs = [closed.jaxpr for closed in eqn.params["branches"]]
         marked = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
         by_input = safe_zip(*([v in live for v in ins] for ins, live in marked))
+        # The index that chooses a branch has no derivative.
         return [False, *map(any, by_input)]
     if name in IDENTITIES:
         return outs

@@ -38,24 +38,27 @@ def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
     Their code and closures are those of functions for which it was compiled before,
     and so is all else in `static`, and `others`.
     """
+    # Functions first, so that those of another program are compared one by one.
     functions = [x for x in static if isinstance(x, _FUNCTIONS)]
     content = _Content([*map(weakref.ref, functions)])
     objects = content.objects
     key = hash((content.of((*static,)), others))
-    known = _COMPILED.setdefault(key, [])
+    programs = _COMPILED.setdefault(key, [])
     # Another object can be where one was that is gone.
-    known[:] = [refs for refs in known if all(ref() is not None for ref in refs)]
+    alive = [refs for refs in programs if all(ref() is not None for ref in refs)]
+    programs[:] = alive
     new = functions
-    for refs in known:
+    for refs in programs:
         new = [x for x, ref in zip(functions, refs, strict=False) if ref() is not x]
         if not new:
             return
-    known.append(objects)
+    programs.append(objects)
     if len(_COMPILED) > _MOST_PROGRAMS:
         _COMPILED.pop(next(iter(_COMPILED)))
-    if new and len(known) == _MOST_NEW + 1:
+    # Once, as soon as it is no coincidence.
+    if new and len(programs) == _MOST_NEW + 1:
         warn_user(
-            f"The same program was compiled {len(known)} times, because "
+            f"The same program was compiled {len(programs)} times, because "
             f"`{_name_of(new[0])}` is a new function each time, with the same code and "
             "the same values around it. Define it once, outside of the loop or "
             "function that makes it, and pass values that change as arguments."
@@ -93,6 +96,7 @@ def warn_of_new_numbers(
         call = transform, (*leading, *batch), {}
     elif _is_transform(call[0]) and not isinstance(call[2], dict):
         return  # Before and after the batches.
+    # Programs have the same key if they differ in the values of numbers only.
     content = _Content([], [])
     parts = [
         _setting(call, path, x) or content.of(x, _label(call, path))
@@ -114,6 +118,7 @@ def warn_of_new_numbers(
     if num <= _MOST_VALUES:
         return
     labels = [label for label, _ in content.numbers or ()]
+    # A number that was another one each time is the cause.
     for label, column in zip(labels, zip(*known.numbers, strict=True), strict=True):
         if len({*map(repr, column)}) == num:
             warn_user(
@@ -214,6 +219,7 @@ class _Content:
             return type(x)
         if isinstance(x, _CONSTANTS):
             return type(x), repr(x)
+        # A function can be in its own closure.
         for level, function in enumerate(around):
             if x is function:
                 return "recursive", level
@@ -232,6 +238,7 @@ class _Content:
             ]
             ids = id(x.__code__), id(x.__globals__)
             return *ids, (*values,), inner(defaults, f"a default {name}")
+        # Anything else is itself: no other object has its address while it lives.
         try:
             self.objects.append(weakref.ref(x))
         except TypeError:  # A list may have changed.

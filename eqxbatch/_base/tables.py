@@ -31,6 +31,7 @@ class Table:
         widths = [max(map(len, column)) for column in safe_zip(*self.rows)]
         lines = []
         for row in self.rows:
+            # Numbers end below each other, and texts begin so.
             cells = [*map(str.rjust, row, widths)]
             texts = [*map(str.ljust, row[: self.num_texts], widths)]
             lines.append("  ".join([*texts, *cells[self.num_texts :]]))

@@ -60,6 +60,7 @@ class TracedFunction:
         self.arrays, self.axes = arrays, list(axes)
 
         def flat(leaves: list[Value], rows: list[PyTree]) -> PyTree:
+            # The function sees the dtypes that were given, though the leaves are wide.
             return fun(self.cast(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
@@ -135,6 +136,7 @@ class TracedFunction:
         in_axes = (None, *self.axes)
         out_axes = [0 if has else None for has in self.has_examples]
         one = lambda leaves, *rows: self.one(leaves, rows)
+        # JAX computes what has no mapped axis once, and None keeps it without one.
         return jax.vmap(one, in_axes, out_axes)(self.leaves, *rows)
 
     def output(self, arrays: Sequence[Any]) -> PyTree:
