@@ -56,6 +56,7 @@ class Rows:
             return self
         weights = self.shares
         if self.weights is not None:
+            # In the dtype of the shares, because weights can be bools.
             weights = self.weights.astype(weights.dtype) * weights
         return self.with_(weights=weights, shares=None)
 
@@ -79,6 +80,7 @@ class Rows:
 
         def zero(x: Array, axis: int) -> Array:
             shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+            # Inside `jax.shard_map`, it varies over the same devices as the rows.
             return vary_as([x], jnp.zeros(shape, x.dtype))
 
         return self.mapped(zero, 1)
@@ -95,6 +97,7 @@ class Rows:
 
     def mapped(self, fun: Callable[[Any, int], Any], total: int) -> "Rows":
         """The rows of `total` examples: `fun(x, axis)` for each array that has some."""
+        # None is in place of arrays that a filter took out, and keeps their axes right.
         leaves, treedef = jtu.tree_flatten(self, is_leaf=is_none)
         # All but the arrays have the examples along axis 0.
         axes = (*self.axes, *(0 for _ in leaves[len(self.axes) :]))
