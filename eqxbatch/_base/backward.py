@@ -299,6 +299,11 @@ def _joined(first: Sequence[str], second: Sequence[str]) -> list[str] | str:
 
 
 def _in_scan(eqn: Eqn, kinds: list[str]) -> list[str] | str:
+    """`*carry, *ys = scan[jaxpr] *consts *carry *xs`: what the carry becomes at last.
+
+    For `carry + g`, from zero and with a cotangent `g`, it is linear; from one, it is
+    not known to be.
+    """
     first, num = scan_sizes(eqn)
     # A sum begins with zero and is linear after one step: repeat until nothing changes.
     body, kinds = eqn.params["jaxpr"].jaxpr, [*kinds]
@@ -315,6 +320,10 @@ def _in_scan(eqn: Eqn, kinds: list[str]) -> list[str] | str:
 
 
 def _in_cond(eqn: Eqn, kinds: list[str]) -> list[str] | str:
+    """`*ys = cond[branches] i *xs`: what fits all branches.
+
+    Of a cotangent `g`, `2 * g` and 0 are linear, and `2 * g` and 1 are not.
+    """
     if kinds[0] == LINEAR:
         return "a `cond` that depends on the cotangent"
     joined: list[str] | str = [ZERO for _ in eqn.outvars]
@@ -327,6 +336,10 @@ def _in_cond(eqn: Eqn, kinds: list[str]) -> list[str] | str:
 
 
 def _in_linear_call(eqn: Eqn, kinds: list[str]) -> list[str] | str:
+    """`*ys = linear_call[jaxpr] *xs`: what its program returns.
+
+    The author promises that it is linear; `3 * g` is, and `g * g` is not.
+    """
     (closed,) = inner_programs(eqn)
     return kinds_of(closed.jaxpr, kinds, in_loops=True)
 

@@ -74,12 +74,16 @@ def _expanded(eqn: Eqn) -> JaxprAndConsts:
 
 
 def _of_object(params: Params, ins: Sequence[Value]) -> list:
+    """The program that an object of one of JAX's own classes stands for."""
     kind = params["_prim"]
     return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
 
 
 def _polynomial(_: Params, ins: Sequence[Value]) -> list:
-    """Horner's rule, from the coefficients of all powers, the lowest one first."""
+    """Horner's rule, from the coefficients of all powers, the lowest one first.
+
+    At 2, the coefficients 1, 2 and 3 have the value (3 * 2 + 2) * 2 + 1 = 17.
+    """
     x, *coefficients, total = ins
     for coefficient in reversed(coefficients):
         total = lax.add(lax.mul(total, x), coefficient)
@@ -87,6 +91,7 @@ def _polynomial(_: Params, ins: Sequence[Value]) -> list:
 
 
 def _unstack(params: Params, ins: Sequence[Value]) -> list:
+    """The entries along an axis: [1, 3] and [2, 4] for [[1, 2], [3, 4]] and axis 1."""
     (x,), axis = ins, params["axis"]
     return [lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])]
 

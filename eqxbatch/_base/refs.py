@@ -115,29 +115,38 @@ def _rule_of(eqn: Eqn) -> Callable[[Eqn, list], list]:
 
 
 def _new_ref(_: Eqn, ins: list[_Operand]) -> list:
+    """`r = new_ref x`: a cell with the value of `x`, such as 3."""
     return [_Cell(ins[0])]
 
 
 def _empty_ref(eqn: Eqn, _: list[_Operand]) -> list:
+    """`r = empty_ref`: a cell of the type of `r`, with zeros such as [0, 0]."""
     # No entry is defined, and zeros are as good as any.
     aval = eqn.outvars[0].aval
     return [_Cell(jnp.zeros(aval.shape, aval.dtype))]
 
 
 def _freeze(_: Eqn, ins: list[_Operand]) -> list:
+    """`x = freeze r`: the value in the cell, such as 3; nothing uses `r` later."""
     return [ins[0].value]
 
 
 def _free(_: Eqn, __: list[_Operand]) -> list:
+    """`free_ref r`: nothing, because nothing uses the cell later."""
     return []
 
 
 def _get(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`x = get r *indices`: entries of the value. `r[1:]` of [1, 2, 3] is [2, 3]."""
     cell, *indices = ins
     return [_read_places(cell.value, _places(eqn, indices))]
 
 
 def _swap(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`y = swap r x *indices`: writes `x`, and returns what was there.
+
+    Of [1, 2], `r[0] = 5` leaves [5, 2], and `y` is 1.
+    """
     cell, value, *indices = ins
     places = _places(eqn, indices)
     before = _read_places(cell.value, places)
@@ -146,6 +155,10 @@ def _swap(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _add(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`addupdate r x *indices`: adds `x`, once for each time that an entry is named.
+
+    Of [1, 2], with 5 at the indices [0, 0], it leaves [11, 2].
+    """
     cell, value, *indices = ins
     cell.value = _with_value(cell.value, _places(eqn, indices), value, adds=True)
     return []
@@ -185,6 +198,10 @@ class _Inputs:
 
 
 def _call(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*ys = jit[jaxpr] r *xs`: the equations of the program, with the same cells.
+
+    A program that doubles `r` leaves 6 where 3 was.
+    """
     closed = callee(eqn)
     assert closed is not None
     if not is_remat(eqn):
@@ -206,6 +223,10 @@ def _call(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _cond(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*ys = cond[branches] i r *xs`: the values of cells go through the branches.
+
+    If the second of two writes 5 where 3 was, there is 3 for `i = 0` and 5 for 1.
+    """
     index, *operands = ins
     inputs = _Inputs(operands)
     # Each branch returns the values of all cells, whether it wrote to them or not.
@@ -216,6 +237,10 @@ def _cond(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*carry, *ys = scan[jaxpr] r *carry *xs`: the loop carries the values of cells.
+
+    If a step adds its `x` to `r`, and `xs` is [1, 2, 3], it carries 0, 1, 3 and 6.
+    """
     first, num = scan_sizes(eqn)
     consts, carry, xs = ins[:first], ins[first : first + num], ins[first + num :]
     inputs, closed = _Inputs(consts), eqn.params["jaxpr"]
@@ -233,6 +258,10 @@ def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _while(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*carry = while[cond, body] r *carry`: the loop carries the values of cells.
+
+    If three steps double `r`, it carries 1, 2, 4 and 8.
+    """
     params = eqn.params
     num, more = params["cond_nconsts"], params["body_nconsts"]
     of_test, of_body, carry = ins[:num], ins[num : num + more], ins[num + more :]

@@ -69,6 +69,11 @@ class TracedFunction:
         self.closed = without_narrow_casts(closed, self._dtypes)
         self.out = eqx.combine(structs, static)
 
+    def __repr__(self) -> str:
+        text = functools.partial(eqx.tree_pformat, struct_as_array=True)
+        leaves, arrays, out = map(text, (self.leaves, self.arrays, self.out))
+        return f"{type(self).__name__}({leaves} and {arrays} -> {out})"
+
     def at_example(self, ask: Callable[[list], _T]) -> _T:
         """The untraced output of `ask(rows)` for one example."""
         if not self.axes:

@@ -309,8 +309,8 @@ def _check_rows(
     full, remainders = array_structs(output), array_structs(remainder)
     for slot in slots:
         accumulator, concat = slot.accumulator, slot.concat
-        # Results for each example are as many as these, and what takes several arrays
-        # at once may do with them what it wants.
+        # There is one result for each example in any microbatch. An accumulator that takes
+        # several arrays at once has rules of its own.
         if slot.per_example or len(slot.indices) != 1:
             continue
         (index,) = slot.indices

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -37,6 +38,13 @@ class Rows:
     weights: Any = None
     bounds: Any = ()
     shares: Any = None
+
+    def __repr__(self) -> str:
+        names = ("weights", "bounds", "shares")
+        present = [x for x in names if jtu.tree_leaves(getattr(self, x))]
+        more = f" with {' and '.join(present)}" if present else ""
+        arrays = eqx.tree_pformat(self.arrays, struct_as_array=True)
+        return f"Rows({self.total} examples in {arrays}{more})"
 
     @property
     def are_stored(self) -> bool:

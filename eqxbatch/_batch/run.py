@@ -81,6 +81,10 @@ class Run(eqx.Module):
     checkpoint: bool = eqx.field(static=True)
     differentiated: Rows | None = eqx.field(static=True, default=None)
 
+    def __repr__(self) -> str:
+        blocks = self.blocks
+        return f"Run({blocks.num} microbatches of {blocks.size}: {self.slots})"
+
     @property
     def is_limit_traced(self) -> bool:
         return eqx.is_array(self.limit)

@@ -88,6 +88,9 @@ class OutputAccumulator:
     before: Any = None
     offset: tuple[Any, Any] = (0, 0)
 
+    def __repr__(self) -> str:
+        return f"{self.accumulator} for output{self.path}"
+
     def value(self, arrays: list[Array], block: Block) -> PyTree[Array]:
         """The value of a microbatch, from all arrays of its output."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
@@ -246,6 +249,9 @@ class Slots:
     slots: list[OutputAccumulator]
     _parts: list[tuple[AbstractAccumulator | None, PyTree]]
     _treedef: Any
+
+    def __repr__(self) -> str:
+        return f"Slots({', '.join(map(repr, self.slots))})"
 
     def with_states(self, output: PyTree) -> "Slots":
         """The same, with each `equinox.nn.State` merged as a whole.
