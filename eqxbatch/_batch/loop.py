@@ -309,7 +309,7 @@ def _check_rows(
     full, remainders = array_structs(output), array_structs(remainder)
     for slot in slots:
         accumulator, concat = slot.accumulator, slot.concat
-        # There is one result for each example in any microbatch. An accumulator that takes
+        # Results for each example fit any number of them. An accumulator that takes
         # several arrays at once has rules of its own.
         if slot.per_example or len(slot.indices) != 1:
             continue
