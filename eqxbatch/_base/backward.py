@@ -133,18 +133,18 @@ def custom_backward(
 
     `is_example` says which of its inputs differ between examples.
     """
-    found: list[bool] = []
-    _batched(closed.jaxpr, is_example, found)
-    return CustomBackward(not found, all(found))
+    are_batched: list[bool] = []
+    _batched(closed.jaxpr, is_example, are_batched)
+    return CustomBackward(not are_batched, all(are_batched))
 
 
 def _batched(
-    jaxpr: Jaxpr, inputs: Sequence[bool], found: list[bool] | None = None
+    jaxpr: Jaxpr, inputs: Sequence[bool], are_batched: list[bool] | None = None
 ) -> list[bool]:
     """Which outputs of a jaxpr `jax.vmap` batches, if it batches these inputs.
 
     For each backward pass in it that is not known to be linear, whether it is batched
-    is added to `found`.
+    is added to `are_batched`.
     """
     differs = {v for v, marked in safe_zip(jaxpr.invars, inputs) if marked}
     marked_among = lambda atoms: [
@@ -154,11 +154,11 @@ def _batched(
         marks = marked_among(eqn.invars)
         if has_own_backward(eqn):
             # Its rule takes the place of all derivatives inside, whatever these are.
-            if found is not None and not _is_known(jaxpr, eqn):
-                found.append(any(marks))
+            if are_batched is not None and not _is_known(jaxpr, eqn):
+                are_batched.append(any(marks))
             outs = _batched_by(eqn, marks, None)
         else:
-            outs = _batched_by(eqn, marks, found)
+            outs = _batched_by(eqn, marks, are_batched)
         if any(outs):
             differs |= {v for v, marked in safe_zip(eqn.outvars, outs) if marked}
     return marked_among(jaxpr.outvars)
@@ -184,7 +184,9 @@ def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     return along.why_nonlinear(backward, in_loops=True) is None
 
 
-def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[bool]:
+def _batched_by(
+    eqn: Eqn, marks: list[bool], are_batched: list[bool] | None
+) -> list[bool]:
     """Which outputs of an equation `jax.vmap` batches, as `_batched`."""
     programs = inner_jaxprs(eqn)
     if not programs:
@@ -193,35 +195,35 @@ def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[b
     # Loops: what one step carries may be batched by a later one.
     if name == "scan":
         sizes = scan_sizes(eqn)
-        return _of_loop(programs[0], marks, sizes.consts, sizes.carry, found)
+        return _of_loop(programs[0], marks, sizes.consts, sizes.carry, are_batched)
     if name == "while":
         first = params["cond_nconsts"]
         condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         of_body, num = marks[first:], params["body_nconsts"]
-        carried = _of_loop(body, of_body, num, len(of_body) - num, found)
+        carried = _of_loop(body, of_body, num, len(of_body) - num, are_batched)
         # With a batched condition, each example takes its own number of steps.
         is_batched = any(_batched(condition, [*marks[:first], *carried]))
         return [is_batched or marked for marked in carried]
     # Branches: with a batched index, all of them run, and outputs are selected.
     if name == "cond" and not marks[0]:
-        outs = [_batched(branch, marks[1:], found) for branch in programs]
+        outs = [_batched(branch, marks[1:], are_batched) for branch in programs]
         return [any(branches) for branches in safe_zip(*outs)]
     if name == "cond":
         for branch in programs:
-            _batched(branch, [True for _ in branch.invars], found)
+            _batched(branch, [True for _ in branch.invars], are_batched)
     # Other programs: of unknown ones, only custom backward passes are looked for.
     elif len(programs) == 1 and len(programs[0].invars) == len(marks):
-        outs = _batched(programs[0], marks, found)
+        outs = _batched(programs[0], marks, are_batched)
         if len(outs) == len(eqn.outvars):
             return outs
     else:
         for inner in programs:
-            _batched(inner, [False for _ in inner.invars], found)
+            _batched(inner, [False for _ in inner.invars], are_batched)
     return [any(marks) for _ in eqn.outvars]
 
 
 def _of_loop(
-    body: Jaxpr, marks: list[bool], first: int, num: int, found: list[bool] | None
+    body: Jaxpr, marks: list[bool], first: int, num: int, are_batched: list[bool] | None
 ) -> list[bool]:
     """As `_batched_by`, for a body of `first` constants that carries `num` arrays."""
     marks = [*marks]
@@ -231,7 +233,7 @@ def _of_loop(
         carried = [a or b for a, b in safe_zip(marks[first : first + num], outs[:num])]
         if carried == marks[first : first + num]:
             # Only now, because the marks of earlier rounds may have been too few.
-            _batched(body, marks, found)
+            _batched(body, marks, are_batched)
             return [*carried, *outs[num:]]
         marks[first : first + num] = carried
 

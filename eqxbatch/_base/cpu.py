@@ -39,8 +39,8 @@ def in_opaque_branch(
         skip = lambda *_: jtu.tree_map(zeros_like, structs)
         # If the program is compiled for another device, XLA may see that it is true.
         is_true = lambda x: x | True
-        known = lax.platform_dependent(always, cpu=lambda x: x, default=is_true)
-        return lax.cond(known, run, skip, *args)
+        condition = lax.platform_dependent(always, cpu=lambda x: x, default=is_true)
+        return lax.cond(condition, run, skip, *args)
 
     return run_apart
 
@@ -107,8 +107,8 @@ def runtime_indices(
     index. With these, they share the compiled code. `x` is any array, preferably a
     small one.
     """
-    known = lambda: [jnp.asarray(i, "int32") for i in numbers]
-    return in_opaque_branch(known, opaque_true(x))()
+    constants = lambda: [jnp.asarray(i, "int32") for i in numbers]
+    return in_opaque_branch(constants, opaque_true(x))()
 
 
 def unstack(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:

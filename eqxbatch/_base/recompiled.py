@@ -32,17 +32,17 @@ _MOST_PROGRAMS = 1000
 _COMPILED: dict[int, list[list[weakref.ref]]] = {}
 
 
-def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
+def warn_of_new_functions(static: Sequence[Any], context: Hashable) -> None:
     """Warns if a program was compiled again only because functions in it are new ones.
 
     Their code and closures are those of functions for which it was compiled before,
-    and so is all else in `static`, and `others`.
+    and so is all else in `static`, and `context`.
     """
     # Functions first, so that those of another program are compared one by one.
     functions = [x for x in static if isinstance(x, _FUNCTIONS)]
     content = _Content([*map(weakref.ref, functions)])
     objects = content.objects
-    key = hash((content.of((*static,)), others))
+    key = hash((content.of((*static,)), context))
     programs = _COMPILED.setdefault(key, [])
     # Another object can be where one was that is gone.
     alive = [refs for refs in programs if all(ref() is not None for ref in refs)]
@@ -82,12 +82,12 @@ _COMPILED_NUMBERS: dict[int, _Compiled] = {}
 
 
 def warn_of_new_numbers(
-    call: tuple[PyTree, ...], is_array: Callable, others: Hashable
+    call: tuple[PyTree, ...], is_array: Callable, context: Hashable
 ) -> None:
     """Warns if a program was compiled again only because a Python number has changed.
 
     `call` is a transform and the arguments of a call of it, or whatever else has a
-    program, and `others` is what else this depends on. Sizes in settings of this
+    program, and `context` is what else this depends on. Sizes in settings of this
     package are no mistake.
     """
     if isinstance(call[0], tuple) and _is_transform(call[0][0]):
@@ -104,22 +104,22 @@ def warn_of_new_numbers(
         if not is_array(x)
     ]
     values = [value for _, value in content.numbers or ()]
-    key = hash((*parts, others))
-    known = _COMPILED_NUMBERS.get(key)
-    if known is None or any(ref() is None for ref in known.objects):
-        known = _COMPILED_NUMBERS[key] = _Compiled(content.objects, [])
+    key = hash((*parts, context))
+    compiled = _COMPILED_NUMBERS.get(key)
+    if compiled is None or any(ref() is None for ref in compiled.objects):
+        compiled = _COMPILED_NUMBERS[key] = _Compiled(content.objects, [])
     if len(_COMPILED_NUMBERS) > _MOST_PROGRAMS:
         _COMPILED_NUMBERS.pop(next(iter(_COMPILED_NUMBERS)))
     # Once is enough.
-    if len(known.numbers) > _MOST_VALUES:
+    if len(compiled.numbers) > _MOST_VALUES:
         return
-    known.numbers.append(values)
-    num = len(known.numbers)
+    compiled.numbers.append(values)
+    num = len(compiled.numbers)
     if num <= _MOST_VALUES:
         return
     labels = [label for label, _ in content.numbers or ()]
     # A number that was another one each time is the cause.
-    for label, column in zip(labels, zip(*known.numbers, strict=True), strict=True):
+    for label, column in zip(labels, zip(*compiled.numbers, strict=True), strict=True):
         if len({*map(repr, column)}) == num:
             warn_user(
                 f"The same program was compiled {num} times, because a Python number "
@@ -165,16 +165,16 @@ def _entry(tree: PyTree, key: Any) -> Any:
 def _label(call: tuple[PyTree, ...], path: tuple) -> str:
     """How a message calls a leaf of a transform and the arguments of its call."""
     transform, *_ = call
-    number, *rest = path
-    if not _is_transform(transform) or number.idx == 0 or not rest:
+    number, *inner = path
+    if not _is_transform(transform) or number.idx == 0 or not inner:
         name = getattr(path[-1], "key", None)
         return f"`{jtu.keystr(path[1:]) if name is None else name}`"
-    first, *rest = rest
+    first, *inner = inner
     name = getattr(first, "key", None)
     if name is None:
         names = [*inspect.signature(transform).parameters]
         name = names[first.idx] if first.idx < len(names) else f"[{first.idx}]"
-    return f"`{name}{jtu.keystr(tuple(rest))}`"
+    return f"`{name}{jtu.keystr(tuple(inner))}`"
 
 
 def _name_of(fun: object) -> str:

@@ -71,8 +71,8 @@ class Table:
         rows = self.rows[1:end][: room - len(notes)]
         num_left = end - 1 - len(rows) + len(self.notes) - len(notes)
         left = f"{num_left} more lines: `print` shows all of them."
-        kept = [self.rows[0], *rows, *self.rows[end:]]
-        return dataclasses.replace(self, rows=kept, notes=[*notes, left])
+        shown = [self.rows[0], *rows, *self.rows[end:]]
+        return dataclasses.replace(self, rows=shown, notes=[*notes, left])
 
 
 def shape_text(shape: Sequence[int]) -> str:

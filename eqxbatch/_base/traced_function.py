@@ -140,9 +140,9 @@ class TracedFunction:
         """
         in_axes = (None, *self.axes)
         out_axes = [0 if has else None for has in self.has_examples]
-        one = lambda leaves, *rows: self.one(leaves, rows)
+        of_one = lambda leaves, *rows: self.one(leaves, rows)
         # JAX computes what has no mapped axis once, and None keeps it without one.
-        return jax.vmap(one, in_axes, out_axes)(self.leaves, *rows)
+        return jax.vmap(of_one, in_axes, out_axes)(self.leaves, *rows)
 
     def output(self, arrays: Sequence[Any]) -> PyTree:
         """The output of the function, with these as its arrays."""

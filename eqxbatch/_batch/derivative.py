@@ -292,9 +292,9 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
         total = rows[0].shape[axes[0]]
         weights = jnp.ones(total) if weights is None else weights
         both = Rows(rows, tuple(axes), total, weights=weights)
-        one = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
+        struct = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
         # As many results at a time as factors of sites would be kept.
-        size = platform().factor_bytes // max(num_bytes(one), 1)
+        size = platform().factor_bytes // max(num_bytes(struct), 1)
         return accumulated(of_each, both, max(1, size), Sum())
 
     return weighted

@@ -135,11 +135,11 @@ class Loss(eqx.Module):
 
     def outputs(self, diff: PyTree, rows: RowArrays) -> OutputAndAux:
         """The output of the function, of any type, and aux."""
-        (_, *rest), kwargs = self.batch.arguments(rows)
+        (_, *following), kwargs = self.batch.arguments(rows)
         # `batch` has the first argument as it was; here, `diff` may be another point.
         first = eqx.combine(diff, self.nondiff)
         fun, setting, pair = self.names
-        out = called(self.fun, (first, *rest), kwargs, f"`{fun}`")
+        out = called(self.fun, (first, *following), kwargs, f"`{fun}`")
         is_pair = isinstance(out, tuple) and len(out) == 2
         if not self.has_aux:
             # The new state of layers such as BatchNorm needs no `has_aux`.
@@ -229,8 +229,8 @@ class Loss(eqx.Module):
         try:
             args, kwargs = self.batch.arguments([])
             batch = split_examples(self.fun, eqx.if_array(0), args, kwargs)
-            one = dataclasses.replace(self, batch=batch)
-            run = one if is_value else one.outputs
+            of_one = dataclasses.replace(self, batch=batch)
+            run = of_one if is_value else of_one.outputs
             # Whatever it raises, it is no function of one example.
             TracedFunction(run, self.diff, batch.arrays, batch.axes)
         except Exception:

@@ -129,9 +129,9 @@ class Run(eqx.Module):
                 is_after, states, run = after_loop(
                     num_ran == self.num_steps, states, self
                 )
-            rest = run.values(block, None, is_after)
-            states = self.updated(states, rest, block)
-            pieces.append(rest)
+            values_after = run.values(block, None, is_after)
+            states = self.updated(states, values_after, block)
+            pieces.append(values_after)
         # Outputs of the loop transpose in place, so values are joined only now.
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
@@ -255,8 +255,8 @@ class Run(eqx.Module):
                 rows = self.rows.at(of_parts)
             else:
                 # The scan has cut the rows to differentiate; others are read here.
-                others = eqx.filter(self.rows, self.differentiated, inverse=True)
-                rows = eqx.combine(rows, others.at(of_parts))
+                unscanned = eqx.filter(self.rows, self.differentiated, inverse=True)
+                rows = eqx.combine(rows, unscanned.at(of_parts))
             if block.is_remainder:
                 jaxpr, consts = self.remainder, self.remainder_consts
             else:

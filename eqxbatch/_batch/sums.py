@@ -572,8 +572,8 @@ def complete(total: PyTree, lost: PyTree) -> PyTree:
 @jax.custom_jvp
 def _sum_and_rest(x: Array, y: Array) -> RoundedSum:
     """A rounded sum, and its rounding error; 0 for sums that are not finite."""
-    total, rest = _two_sum(x, y)
-    lost = jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
+    total, error = _two_sum(x, y)
+    lost = jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
     return RoundedSum(total, lost)
 
 

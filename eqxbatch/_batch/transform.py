@@ -346,12 +346,12 @@ def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
         return signature
-    first, *rest = parameters
+    first, *following = parameters
     # Two arguments of one name make no signature.
     while name in signature.parameters:
         name += "_"
     second = first.replace(name=name, annotation=first.empty)
-    return signature.replace(parameters=[first, second, *rest])
+    return signature.replace(parameters=[first, second, *following])
 
 
 def of_function(fun: object) -> str:
