@@ -13,9 +13,13 @@ from eqxbatch import (
     GGNOperator,
     HessianOperator,
     KernelOperator,
+    Mean,
     over_batches,
 )
 from eqxbatch._base.tables import Table
+from eqxbatch._base.traced_function import TracedFunction
+from eqxbatch._batch.rows import Rows
+from eqxbatch._batch.slots import as_slots
 from .helpers import drawn
 
 
@@ -99,3 +103,12 @@ def test_others_are_one_line():
     state = over_batches(grad).init(DEEP, (X, Y))
     assert repr(state) == "StreamState(examples in each pass: 0)"
     assert repr(factors().unravel) == "Unravel(247 numbers in 26 arrays)"
+
+
+def test_what_travels_is_one_line():
+    rows = Rows([X, Y], (0, 0), 5, weights=jnp.ones(5))
+    assert repr(rows) == "Rows(5 examples in [f32[5,2], i32[5]] with weights)"
+    program = TracedFunction(lambda w, rows: w @ rows[0], jnp.ones(2), [X], [0])
+    assert repr(program) == "TracedFunction([f32[2]] and [f32[5,2]] -> f32[])"
+    struct = {"norm": jax.ShapeDtypeStruct((), jnp.float32)}
+    assert repr(as_slots(Mean(), struct)) == "Slots(Mean() for output['norm'])"

@@ -56,6 +56,7 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
     """
 
     def as_array(x: PyTree, like: PyTree) -> Any:
+        # Only a number has no dtype to compare: that of an array must be right.
         is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
         return jnp.asarray(x, like.dtype) if is_number else x
 
@@ -147,19 +148,21 @@ class AbstractDerivative(AbstractTransform):
         if isinstance(first, (float, complex)):
             first = jnp.asarray(first)  # A number counts as a scalar array.
         name = "The first argument, which the derivative is with respect to,"
-        chosen = are_parameters(first, self.where, self.filter_spec, name)
+        mask = are_parameters(first, self.where, self.filter_spec, name)
         # What a result shows as None is only worth a word if it was asked for.
         is_default = self.where is None and self.filter_spec is eqx.is_inexact_array
         if not (self.has_gaps and is_default):
             warn_of_numbers(first, self.where, self.filter_spec, name)
         warn_of_flax(first)
-        diff, nondiff = eqx.partition(first, chosen)
+        diff, nondiff = eqx.partition(first, mask)
+        # Only what is differentiated has to fit: constants may be complex.
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)
         return SplitArgument(diff, nondiff)
 
     def loss_of(self, args: Arguments, kwargs: dict[str, Any]) -> Loss:
         """The function and its arguments in a call of the transformed function."""
+        # It belongs to the transform, as the vector of a product does.
         if self.second_argument is not None:
             args = (*args[:1], *args[2:])
         diff, nondiff = self.parameters(args, kwargs)
@@ -191,6 +194,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
 
     @property
     def overlaps(self) -> bool:
+        # Sums weight the examples of two microbatches by one half each.
         return True
 
     def __check_init__(self) -> None:
@@ -227,8 +231,10 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
             return Totals(sums([], None), per_example([]))
+        # A weight of the value is one of the gradient only if that is linear in it.
         if not program.backward.is_linear:
             sums = weighted_after(sums, loss.batch.axes)
+        # Rows of weight 0 may be NaN, which times 0 is NaN: others take their places.
         batch = rows_and_weights(accumulator, loss.batch)
         padding = Padding.of(batch)
 
@@ -251,6 +257,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
             return Totals(totals, per_example(rows.arrays))
 
         def slots(output: Totals) -> Slots:
+            # A part without arrays, such as None, needs no accumulator.
             of_examples = Concat() if array_structs(output.aux) else None
             return as_slots(Totals(OfTotals(accumulator), of_examples), output)
 
@@ -269,9 +276,11 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
     """
 
     def of_one(rows: RowArrays) -> list:
+        # As a microbatch of one example, which needs no weights.
         return sums([jnp.expand_dims(x, a) for x, a in safe_zip(rows, axes)], None)
 
     def of_each(rows: Rows) -> list[Array]:
+        # Each example has its own backward pass, and weights come after it.
         results = jax.vmap(of_one, ([*axes],))(rows.arrays)
         whole = jax.lax.Precision.HIGHEST
         return [
@@ -283,9 +292,9 @@ def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
         total = rows[0].shape[axes[0]]
         weights = jnp.ones(total) if weights is None else weights
         both = Rows(rows, tuple(axes), total, weights=weights)
-        one = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
+        struct = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
         # As many results at a time as factors of sites would be kept.
-        size = platform().factor_bytes // max(num_bytes(one), 1)
+        size = platform().factor_bytes // max(num_bytes(struct), 1)
         return accumulated(of_each, both, max(1, size), Sum())
 
     return weighted

@@ -81,6 +81,7 @@ def explained_failure(
         )
         listed = ", ".join(shapes)
         note = f"`{name}` is called with {what}, {listed}, and raises this error."
+        # JAX names the missing axis in the message only.
         if isinstance(e, NameError) and "unbound axis name" in str(e):
             axis = str(e).partition("axis name: ")[2].partition(".")[0]
             e.add_note(f"{note} {_NAMED.format(axis)} {if_named}")
@@ -199,6 +200,7 @@ Size = int | MemoryBudget | None
 def _parse_bytes(value: int | str, name: str = "max_bytes") -> int:
     number: Any = value
     if isinstance(value, str):
+        # A number, a decimal or binary prefix, and an optional B: 500MB, 2GiB, 1.5g.
         match = re.fullmatch(
             r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", value, re.I
         )
@@ -397,6 +399,7 @@ def lowered_program(
         return jex.jaxpr_as_fun(inner)(*args[num:])
 
     args = [*closed.consts, *leaves]
+    # Outside of the `vmap`s around this call, their axis names would be unbound.
     program = _within_vmaps(program, axis_names(closed.jaxpr) - manual_axes())
     if is_manual:
         program, structs = on_all_devices(program, args)

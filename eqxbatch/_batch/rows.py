@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -38,6 +39,13 @@ class Rows:
     bounds: Any = ()
     shares: Any = None
 
+    def __repr__(self) -> str:
+        names = ("weights", "bounds", "shares")
+        present = [x for x in names if jtu.tree_leaves(getattr(self, x))]
+        more = f" with {' and '.join(present)}" if present else ""
+        arrays = eqx.tree_pformat(self.arrays, struct_as_array=True)
+        return f"Rows({self.total} examples in {arrays}{more})"
+
     @property
     def are_stored(self) -> bool:
         """Whether these are not in memory."""
@@ -56,6 +64,7 @@ class Rows:
             return self
         weights = self.shares
         if self.weights is not None:
+            # In the dtype of the shares, because weights can be bools.
             weights = self.weights.astype(weights.dtype) * weights
         return self.with_(weights=weights, shares=None)
 
@@ -79,6 +88,7 @@ class Rows:
 
         def zero(x: Array, axis: int) -> Array:
             shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+            # Inside `jax.shard_map`, it varies over the same devices as the rows.
             return vary_as([x], jnp.zeros(shape, x.dtype))
 
         return self.mapped(zero, 1)
@@ -95,6 +105,7 @@ class Rows:
 
     def mapped(self, fun: Callable[[Any, int], Any], total: int) -> "Rows":
         """The rows of `total` examples: `fun(x, axis)` for each array that has some."""
+        # None is in place of arrays that a filter took out, and keeps their axes right.
         leaves, treedef = jtu.tree_flatten(self, is_leaf=is_none)
         # All but the arrays have the examples along axis 0.
         axes = (*self.axes, *(0 for _ in leaves[len(self.axes) :]))
