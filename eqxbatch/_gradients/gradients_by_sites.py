@@ -67,6 +67,8 @@ def gradients_by_sites(
     `has_padding`, an example of weight 0 has no influence beyond rounding, even if it
     is NaN.
     """
+    # What depends on types alone is decided here, once for all microbatches. Of the
+    # parameters, only structure and shapes matter for groups.
     program, contractions = plan(example, method)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
 
@@ -80,10 +82,13 @@ def gradients_by_sites(
         num = factors.num
         gradients = SiteGradients(program.table, contractions, factors, leaves)
         of_whole, of_each = {}, {}
+        # Statistics are those of the gradients as they are.
         if has_moments:
             of_whole["moments"] = example.tree(gradients.moments(weights))
         if direction is not None:
             of_each["inner_products"] = gradients.inner_products(direction)
+        # What clipping multiplies a gradient by is a weight in the sum, so that clipped
+        # gradients are never formed.
         clipped = Clipped([jnp.ones(num)] * len(leaves), None, None)
         if groups is not None:
             clipped = dataclasses.replace(groups, bounds=bounds).clip(
@@ -91,6 +96,7 @@ def gradients_by_sites(
             )
             of_each["norms"] = clipped.norms
         scales, powers, is_kept = clipped.scales, [], clipped.is_kept
+        # A weight of 0 does not remove NaN, so that padding is left out before.
         if has_padding and weights is not None:
             # What is finite stays: it is the derivative with respect to the weight.
             finite = [*map(jnp.isfinite, jtu.tree_leaves(clipped.norms))]
@@ -99,10 +105,12 @@ def gradients_by_sites(
             is_kept = is_real if is_kept is None else is_kept & is_real
             scales = [jnp.where(is_real, scale, 0) for scale in scales]
         if example.is_narrow:
-            # If all gradients are long or the bound is small, all scales are small.
+            # If all gradients are long or the bound is small, all scales are small, and
+            # float16 would lose them. Divided by this, the largest is from 1 to 2.
             powers = [power_of_two(jnp.max(scale)) for scale in scales]
             scales = [s / power for s, power in safe_zip(scales, powers)]
 
+        # For each leaf, the sum over examples of `scale * weight * share * gradient`.
         def sums(weights: Array | None, share: float) -> list:
             shares = [scale * share for scale in scales]
             if weights is not None:
@@ -125,12 +133,16 @@ def gradients_by_sites(
         return of_whole, of_each
 
     def gradients(rows: Rows) -> Results:
+        # One forward and one backward pass for everything.
         factors = program.factors(rows.arrays, example.axes, OF_LOSS)
         outs, factors = factors.outs, dataclasses.replace(factors, outs=[])
+        # On a mesh with explicit axes, contractions name no sharding of their own: sums
+        # have that of the parameters, and results of examples that of the values.
         of_leaves = example.tree([*map(spec_of, example.leaves)])
         specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
         bounds = [] if groups is None else groups.of_rows(rows.bounds).bounds
         operands = (bounds, direction, example.leaves, factors, rows.weights)
+        # Contractions have the precision of the program's own products.
         with products_of(example.closed):
             of_whole, of_each = with_auto_axes(totals, operands, specs)
         return of_whole, {**value_and_aux(example, outs), **of_each}
@@ -158,6 +170,7 @@ class SiteGradients:
     @functools.cached_property
     def products(self) -> dict[int, Squares]:
         """The norms that follow from those of factors, by leaf."""
+        # All at once, because programs with many small arrays take long to compile.
         leaves = [
             c.leaf
             for c in self.contractions
@@ -179,6 +192,7 @@ class SiteGradients:
 
         The norms are None if all follow from those of factors.
         """
+        # Norms of products are right in any range.
         forms = {c.form for c in self.contractions if c.leaf not in self.products}
         if forms <= {"none"}:
             return None, []
@@ -194,6 +208,7 @@ class SiteGradients:
         Gradients that are formed are multiplied by the scales of their leaves first, so
         that their squares are in range.
         """
+        # Where no gradient is formed, its factors are brought into range.
         powers, scaled = [], []
         for uses in self._sums.values():
             power, of_leaf = _with_squares_in_range(uses)
@@ -204,6 +219,7 @@ class SiteGradients:
 
         scaled_square = squares_one_by_one()
 
+        # Without scales, a leaf is squared as it is, scaled up and scaled down.
         def square(x: Array, leaf: int) -> Squares:
             if scales:
                 return scaled_square(x, scales[leaf])
@@ -222,15 +238,16 @@ class SiteGradients:
         self, square: Callable[[Array, int], Any], sums: list, products: dict[int, Any]
     ) -> list:
         """Squared norms for each leaf, from `square` where gradients are formed."""
-        known = {**products, **dict(safe_zip(self._sums, sums))}
+        squares = {**products, **dict(safe_zip(self._sums, sums))}
         for contraction in self.contractions:
             leaf, struct = contraction.leaf, self.leaves[contraction.leaf]
             if contraction.form == "none":
-                known[leaf] = square(jnp.zeros(self.factors.num, struct.dtype), leaf)
+                squares[leaf] = square(jnp.zeros(self.factors.num, struct.dtype), leaf)
             elif contraction.form != "factors":
+                # Those that are not kept for the sum are formed again there.
                 x = self.formed.get(leaf)
-                known[leaf] = square(self._gradients(leaf) if x is None else x, leaf)
-        return [known[c.leaf] for c in self.contractions]
+                squares[leaf] = square(self._gradients(leaf) if x is None else x, leaf)
+        return [squares[c.leaf] for c in self.contractions]
 
     def moments(self, weights: Array | None) -> list[VarianceState]:
         """For each leaf, the mean and the squared distances to it, entry by entry.
@@ -239,10 +256,12 @@ class SiteGradients:
         Where a sum of them nearly cancels with the mean, and for all other gradients,
         a few gradients are formed at a time.
         """
+        # Weights are the shares of examples in microbatches that overlap.
         num, real = self.factors.num, jnp.result_type(float)
         count = jnp.asarray(num, real) if weights is None else jnp.sum(weights)
         shares = jnp.ones(num, count.dtype) if weights is None else weights
         uses = [self._of_leaf(c.leaf) for c in self.contractions]
+        # Distances are small differences to the mean, which need all of its digits.
         with exact_products():
             sums = self.weighted_sums([shares / count] * len(uses), None)
             means = [*map(widened, sums)]
@@ -254,14 +273,16 @@ class SiteGradients:
 
     def inner_products(self, direction: list) -> Real[Array, " n"]:
         """The inner products of the gradients with a direction, a list of leaves."""
-        parts = [
+        # A leaf that is not used has a gradient of zero, and no factors.
+        products = [
             inner_products(self.table.of(c.leaf), self.factors, x)
             for c, x in safe_zip(self.contractions, direction)
             if c.form != "none"
         ]
-        dtype = widest(*(x.dtype for x in parts)) if parts else jnp.result_type(float)
+        dtypes = [x.dtype for x in products] or [jnp.result_type(float)]
+        dtype = widest(*dtypes)
         zeros = jnp.zeros(self.factors.num, dtype)
-        return sum((x.astype(dtype) for x in parts), zeros)
+        return sum((x.astype(dtype) for x in products), zeros)
 
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None
@@ -271,6 +292,7 @@ class SiteGradients:
         The `weights` are given for each leaf. Examples where `is_kept` is False are
         left out, even if their gradient is not finite.
         """
+        # Factors of zero, because 0 times NaN is NaN.
         factors = self.factors if is_kept is None else self.factors.where(is_kept)
         return [
             self._weighted_sum(c, factors, weight, is_kept)
@@ -304,6 +326,7 @@ class SiteGradients:
             whole = jax.lax.Precision.HIGHEST
             total = jnp.tensordot(weights, formed, 1, precision=whole)
             return total.reshape(struct.shape)
+        # Nothing is formed: sites are transposed at once, with weighted cotangents.
         sites = self.table.of(leaf)
         if self.factors.of(sites[0]).cotangent.array.dtype == jnp.float16:
             factors, weights = _balanced(sites, factors, weights)
@@ -315,16 +338,20 @@ def _with_squares_in_range(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
 
     Its exponent comes first.
     """
+    # For each example, all sites are divided by the same power of two, so that the norm
+    # of their sum is. Sites may share an operand, and are given their own.
     (sites, factors, _), separate = uses, uses.with_own_factors()
     of_sites = map(separate.factors.of, separate.sites)
     operands, cotangents, _ = safe_zip(*of_sites)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     exponent = exponent_of(power)
+    # A gradient is a product, so that operands are divided by another power.
     if _have_size(sites, factors):
         power = _common_power(operands)
         operands = [_over(a, power) for a in operands]
         exponent += exponent_of(power)
+    # All examples share the weights of a leaf's entries, such as a mask.
     unit = None
     if all(map(has_weights, sites)):
         weights = [weights_of(site, factors.values) for site in sites]
@@ -342,6 +369,8 @@ def _balanced(
     """Equal products, rescaled so that no weighted cotangent is out of range."""
     if not _have_size(sites, factors):
         return factors, weights
+    # Clipping divides by about `|d| |a|`. A cotangent `d` times such a weight may leave
+    # the range of float16, but not if `|a|` goes from the operand `a` to the weight.
     numbers = {s.operand for s in sites if s.operand is not None}
     power = _common_power([factors.operands[i] for i in numbers])
     operands = [
