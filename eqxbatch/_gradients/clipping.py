@@ -141,6 +141,18 @@ def _sum_of(terms: list[Real[Array, "n ..."]]) -> Real[Array, " n"]:
     return functools.reduce(jnp.add, terms)
 
 
+class PlainSquares(NamedTuple):
+    """Squared norms of per-example gradients as they are, of any size.
+
+    - `squares`: for each leaf, those of its gradients, or numbers whose sum they are,
+        shape `[n]` or `[n, numbers]`; None if it is cheap to scale all of them.
+    - `flags`: of these, none must be set.
+    """
+
+    squares: list[Real[Array, "n ..."]] | None
+    flags: list[Bool[Array, ""]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Clipped:
     """The result of clipping for `n` examples.
@@ -207,32 +219,31 @@ class Groups:
 
     def clip(
         self,
-        plain: list[Real[Array, "n ..."]] | None,
-        flags: list[Bool[Array, ""]],
+        plain: PlainSquares,
         scaled: Callable[[list[Scale]], list[Squares]],
     ) -> Clipped:
         """The factors of each leaf, for some examples.
 
-        `plain` are the squared norms of each leaf's gradients, perhaps as sums, and
-        wrong if a flag is set or a sum out of range; None if scaling is cheap.
+        The `plain` squares are wrong if a flag is set or a sum out of range.
         `scaled(scales)` are always right. The scales bring those gradients that are
         formed into range.
         """
-        if plain is None:
+        if plain.squares is None:
             return self._clipped(self._added(scaled([])))
         # Plain squares are right unless a sum leaves the range, which a flag tells. It
         # is in the widest dtype, and must be in the range of the narrowest, in which
         # some of its squares were computed.
-        dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
-        wide = [x.astype(dtypes[-1]) for x in plain]
-        totals = []
+        dtypes = [x.dtype for x in plain.squares]
+        dtypes.sort(key=lambda dtype: dtype.itemsize)
+        wide = [x.astype(dtypes[-1]) for x in plain.squares]
+        totals, flags = [], [*plain.flags]
         for members in self.parts:
             total = _sum_of([wide[i] for i in members])
             totals.append(Squares(total, jnp.zeros_like(total, "int32")))
             flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
         arrays, treedef = jtu.tree_flatten(totals)
 
-        def others() -> list[Array]:
+        def with_scales() -> list[Array]:
             # All leaves of a part get the scale that brings their sum into range: one
             # exponent for all lets their squares be added up as they are.
             scales: dict[int, Scale] = {}
@@ -242,8 +253,8 @@ class Groups:
             return jtu.tree_leaves(self._added(scaled(in_order)))
 
         # One branch for all, because the host of a GPU may wait for each.
-        chosen = unless_cancelled(jnp.stack(flags), arrays, arrays, others)
-        return self._clipped(jtu.tree_unflatten(treedef, chosen))
+        squares = unless_cancelled(jnp.stack(flags), arrays, arrays, with_scales)
+        return self._clipped(jtu.tree_unflatten(treedef, squares))
 
     def _added(self, squares: list[Squares]) -> list[Squares]:
         """The squared norm of each part."""

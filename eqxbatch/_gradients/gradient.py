@@ -370,8 +370,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         gradients = self._gradients_on_mesh(loss, example, rows)
         run = lambda rows: gradients(rows.weighted())
         limit = self.limit(blocks)
-        of_whole, of_each = run_blocks(run, rows, blocks, self.slots, limit)
-        results = {**of_whole, **of_each}
+        out = run_blocks(run, rows, blocks, self.slots, limit)
+        results = {**out.of_whole, **out.of_each}
         # Parameters that devices share have one gradient, summed over these.
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
@@ -411,13 +411,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         gradient = jtu.tree_map(spec_of, loss.diff)
         # Coupled examples have one state.
         is_one = lambda x: self.axis_name is not None and is_state(x)
-        specs = lambda out: (
-            {name: gradient if name == "gradient" else examples for name in out[0]},
-            jtu.tree_map(
-                lambda x: PartitionSpec() if is_one(x) else examples,
-                out[1],
-                is_leaf=is_one,
-            ),
+        of_each = lambda x: PartitionSpec() if is_one(x) else examples
+        specs = lambda out: Results(
+            {n: gradient if n == "gradient" else examples for n in out.of_whole},
+            jtu.tree_map(of_each, out.of_each, is_leaf=is_one),
         )
         return auto_sharded(run, (self, loss), (rows,), specs)
 
@@ -514,11 +511,12 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # Moments by sites come as summaries of several arrays, each of them one value.
         if "moments" in of_whole:
             of_leaf = lambda _: accumulators["moments"]
-            moments = output[0]["moments"]
+            moments = output.of_whole["moments"]
             of_whole["moments"] = jtu.tree_map(of_leaf, moments, is_leaf=is_summary)
-        slots = as_slots((of_whole, of_each), output)
+        slots = as_slots(Results(of_whole, of_each), output)
         # Results for each example come last.
-        first, couples = len(array_structs(output[0])), self.axis_name is not None
+        first = len(array_structs(output.of_whole))
+        couples = self.axis_name is not None
         is_row = lambda s: s.indices[0] >= first and not (couples and s.in_state)
         flagged = lambda s: dataclasses.replace(s, per_example=is_row(s))
         return dataclasses.replace(slots, slots=[*map(flagged, slots.slots)])
@@ -529,8 +527,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if self.moments:
             moments = moments_of(diff, results["moments"], self.num_examples(blocks))
         norms = results["norms"] if self.return_norms else None
-        others = (results.get(name) for name in ("metrics", "inner_products"))
-        metrics, inner_products = others
+        metrics, inner_products = map(results.get, ("metrics", "inner_products"))
         statistics = GradientStatistics(norms, metrics, moments, inner_products)
         outputs = self.outputs(results)
         # The settings decide: a function of the user's may return None.

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._base.dtypes import (
     common_power_of_two,
@@ -46,7 +46,13 @@ from .._sites.gram import has_norms_of_factors, OfLeaf, squares_of_factors
 from .._sites.program import OF_LOSS
 from .._sites.site import Site
 from .._sites.table import SiteTable
-from .clipping import Clipped, Groups, squares_of_examples, squares_one_by_one
+from .clipping import (
+    Clipped,
+    Groups,
+    PlainSquares,
+    squares_of_examples,
+    squares_one_by_one,
+)
 from .per_example import BlockGradients, Results, total_of, value_and_aux
 
 
@@ -78,7 +84,7 @@ def gradients_by_sites(
         leaves: list,
         factors: Factors,
         weights: Array | None,
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    ) -> Results:
         num = factors.num
         gradients = SiteGradients(program.table, contractions, factors, leaves)
         of_whole, of_each = {}, {}
@@ -92,7 +98,7 @@ def gradients_by_sites(
         clipped = Clipped([jnp.ones(num)] * len(leaves), None, None)
         if groups is not None:
             clipped = dataclasses.replace(groups, bounds=bounds).clip(
-                *gradients.plain_squares(), gradients.squares
+                gradients.plain_squares(), gradients.squares
             )
             of_each["norms"] = clipped.norms
         scales, powers, is_kept = clipped.scales, [], clipped.is_kept
@@ -130,22 +136,27 @@ def gradients_by_sites(
             )
         else:
             of_whole["gradient"] = total_of(example, sums, num, weights, is_mean)
-        return of_whole, of_each
+        return Results(of_whole, of_each)
 
     def gradients(rows: Rows) -> Results:
         # One forward and one backward pass for everything.
         factors = program.factors(rows.arrays, example.axes, OF_LOSS)
         outs, factors = factors.outs, dataclasses.replace(factors, outs=[])
+
         # On a mesh with explicit axes, contractions name no sharding of their own: sums
         # have that of the parameters, and results of examples that of the values.
-        of_leaves = example.tree([*map(spec_of, example.leaves)])
-        specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
+        def specs(out: Results) -> Results:
+            of_leaves = example.tree([*map(spec_of, example.leaves)])
+            of_each = dict.fromkeys(out.of_each, spec_of(outs[0]))
+            return Results(dict.fromkeys(out.of_whole, of_leaves), of_each)
+
         bounds = [] if groups is None else groups.of_rows(rows.bounds).bounds
         operands = (bounds, direction, example.leaves, factors, rows.weights)
         # Contractions have the precision of the program's own products.
         with products_of(example.closed):
-            of_whole, of_each = with_auto_axes(totals, operands, specs)
-        return of_whole, {**value_and_aux(example, outs), **of_each}
+            results = with_auto_axes(totals, operands, specs)
+        outputs = value_and_aux(example, outs)
+        return results._replace(of_each={**outputs, **results.of_each})
 
     return gradients
 
@@ -185,22 +196,17 @@ class SiteGradients:
     def _gradients(self, leaf: int) -> Array:
         return gradients(*self._of_leaf(leaf))
 
-    def plain_squares(
-        self,
-    ) -> tuple[list[Real[Array, "n ..."]] | None, list[Bool[Array, ""]]]:
-        """For each leaf, the squared norms, and flags, of which none must be set.
-
-        The norms are None if all follow from those of factors.
-        """
+    def plain_squares(self) -> PlainSquares:
+        """The squared norms; None if all of them follow from those of factors."""
         # Norms of products are right in any range.
         forms = {c.form for c in self.contractions if c.leaf not in self.products}
         if forms <= {"none"}:
-            return None, []
+            return PlainSquares(None, [])
         with exact_products():  # Bounds rest on these norms.
             norms, flags = norms_unless_cancelled([*self._sums.values()])
         products = {leaf: x.number for leaf, x in self.products.items()}
         squares = self._of_leaves(lambda x, _: squares_of_examples(x), norms, products)
-        return squares, [*flags.values()]
+        return PlainSquares(squares, [*flags.values()])
 
     def squares(self, scales: Sequence[Scale] = ()) -> list[Squares]:
         """For each leaf, the squared norms of the per-example gradients.
@@ -211,9 +217,9 @@ class SiteGradients:
         # Where no gradient is formed, its factors are brought into range.
         powers, scaled = [], []
         for uses in self._sums.values():
-            power, of_leaf = _with_squares_in_range(uses)
-            powers.append(power)
-            scaled.append(of_leaf)
+            in_range = _with_squares_in_range(uses)
+            powers.append(in_range.exponent)
+            scaled.append(in_range.uses)
         with exact_products():
             norms = squared_norms(scaled)
 
@@ -329,15 +335,19 @@ class SiteGradients:
         # Nothing is formed: sites are transposed at once, with weighted cotangents.
         sites = self.table.of(leaf)
         if self.factors.of(sites[0]).cotangent.array.dtype == jnp.float16:
-            factors, weights = _balanced(sites, factors, weights)
+            factors, weights = _balanced(_WeightedFactors(factors, weights), sites)
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _with_squares_in_range(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
-    """Factors with squares in range, for norms divided by a power of two.
+class _InRange(NamedTuple):
+    """A leaf with factors such that norms are divided by `2**exponent`."""
 
-    Its exponent comes first.
-    """
+    exponent: Int[Array, " n"]
+    uses: OfLeaf
+
+
+def _with_squares_in_range(uses: OfLeaf) -> _InRange:
+    """Factors with squares in range, for norms divided by a power of two."""
     # For each example, all sites are divided by the same power of two, so that the norm
     # of their sum is. Sites may share an operand, and are given their own.
     (sites, factors, _), separate = uses, uses.with_own_factors()
@@ -358,17 +368,24 @@ def _with_squares_in_range(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
         unit = common_power_of_two(largest)
         exponent += exponent_of(unit)
-    others = separate.factors.operands[len(sites) :]
-    scaled = factors.replaced([*operands, *others], cotangents, unit)
-    return exponent, separate._replace(factors=scaled)
+    # What says which group a position meets comes last, and stays.
+    groups = separate.factors.operands[len(sites) :]
+    scaled = factors.replaced([*operands, *groups], cotangents, unit)
+    return _InRange(exponent, separate._replace(factors=scaled))
 
 
-def _balanced(
-    sites: Sequence[Site], factors: Factors, weights: Array
-) -> tuple[Factors, Array]:
+class _WeightedFactors(NamedTuple):
+    """Factors of some examples, and a weight for each of them."""
+
+    factors: Factors
+    weights: Array
+
+
+def _balanced(weighted: _WeightedFactors, sites: Sequence[Site]) -> _WeightedFactors:
     """Equal products, rescaled so that no weighted cotangent is out of range."""
+    factors, weights = weighted
     if not _have_size(sites, factors):
-        return factors, weights
+        return weighted
     # Clipping divides by about `|d| |a|`. A cotangent `d` times such a weight may leave
     # the range of float16, but not if `|a|` goes from the operand `a` to the weight.
     numbers = {s.operand for s in sites if s.operand is not None}
@@ -380,7 +397,7 @@ def _balanced(
         for i, a in enumerate(factors.operands)
     ]
     balanced = factors.replaced(operands, factors.cotangents)
-    return balanced, weights * power.astype(weights.dtype)
+    return _WeightedFactors(balanced, weights * power.astype(weights.dtype))
 
 
 def _have_size(sites: Sequence[Site], factors: Factors) -> bool:

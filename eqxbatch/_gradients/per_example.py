@@ -7,6 +7,7 @@ of the microbatch, and those of its examples.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -34,11 +35,14 @@ from .._batch.rows import Rows
 from .._sites.factors import (
     kept_examples,
 )
-from .clipping import Groups, squares_of_examples, squares_one_by_one
+from .clipping import Groups, PlainSquares, squares_of_examples, squares_one_by_one
 
 
-# The results of a microbatch, and those of its examples along axis 0.
-Results = tuple[dict[str, PyTree], dict[str, PyTree]]
+class Results(NamedTuple):
+    """The results of a microbatch by name, and those of its examples along axis 0."""
+
+    of_whole: dict[str, PyTree]
+    of_each: dict[str, PyTree]
 
 
 BlockGradients = Callable[[Rows], Results]
@@ -77,7 +81,7 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
 
     def gradients(rows: Rows) -> Results:
         (value, aux), gradient = value_and_grad(loss.parameters, rows.arrays)
-        return {"value": value, "aux": aux, "gradient": gradient}, {}
+        return Results({"value": value, "aux": aux, "gradient": gradient}, {})
 
     return gradients
 
@@ -144,13 +148,14 @@ def gradient_of_sum(
         # A weight of 0 does not remove a derivative of NaN: another row takes the place
         # of each such row. If no row counts, the result is zero.
         counting = padding.replaced(rows)
-        whole, outputs = _of_sum(example, example.many, counting, is_mean)
-        leaves, treedef = jtu.tree_flatten(whole["gradient"])
+        results = _of_sum(example, example.many, counting, is_mean)
+        leaves, treedef = jtu.tree_flatten(results.of_whole["gradient"])
         gradient = treedef.unflatten(unless_padding(leaves, rows.weights))
         # Users who keep them get the values of their own rows.
+        outputs = results.of_each
         if keeps_outputs:
             outputs = value_and_aux(example, example.many(example.leaves, rows.arrays))
-        return {"gradient": gradient}, outputs
+        return Results({"gradient": gradient}, outputs)
 
     return gradients
 
@@ -217,7 +222,7 @@ def _of_sum(
         return pullback(seeds)[0]
 
     gradient = total_of(traced, sums, rows.total, rows.weights, is_mean)
-    return {"gradient": gradient}, value_and_aux(traced, outs)
+    return Results({"gradient": gradient}, value_and_aux(traced, outs))
 
 
 def materialised_gradients(
@@ -235,7 +240,7 @@ def materialised_gradients(
     transform = functions.pop("transform", None)
 
     # All that is asked of one gradient happens while it is there.
-    def one(*rows: Array) -> dict[str, PyTree]:
+    def of_example(*rows: Array) -> dict[str, PyTree]:
         def value(leaves: list[Array]) -> ValueAndAux:
             outs = example.one(leaves, rows)
             return outs[0], outs
@@ -253,13 +258,13 @@ def materialised_gradients(
         return {**results, "gradient": gradient, "outs": outs}
 
     def gradients(rows: Rows) -> Results:
-        results = eqx.filter_vmap(one, in_axes=rows.axes)(*rows.arrays)
+        results = eqx.filter_vmap(of_example, in_axes=rows.axes)(*rows.arrays)
         # Clipping comes last: `transform` changes what is clipped.
         outs = results.pop("outs")
         if groups_of is not None:
             groups = groups_of(results["gradient"]).of_rows(rows.bounds)
             results.update(_clipped_gradients(results["gradient"], groups))
-        return {}, {**results, **value_and_aux(example, outs)}
+        return Results({}, {**results, **value_and_aux(example, outs)})
 
     return gradients
 
@@ -298,7 +303,8 @@ def _clipped_gradients(gradients: PyTree, groups: "Groups") -> dict[str, PyTree]
     # needed: nothing cancels.
     leaves, treedef = jtu.tree_flatten(gradients)
     scaled = lambda scales: [*map(squares_one_by_one(), leaves, scales)]
-    clipped = groups.clip([*map(squares_of_examples, leaves)], [], scaled)
+    plain = PlainSquares([*map(squares_of_examples, leaves)], [])
+    clipped = groups.clip(plain, scaled)
     scaled = [
         scaled_examples(x, scale).astype(x.dtype)
         for x, scale in safe_zip(leaves, clipped.scales)

@@ -332,12 +332,12 @@ class GridVmap(AbstractGridVmap[P, Out]):
             _check_name("accumulator", name, sizes)
             if not _keeps_rows(name, accumulator):
                 reduced[name] = accumulator
-        kept = [name for name in sizes if name not in reduced]
-        positions = _positions(self.out_axes, kept, sizes)
+        names = [name for name in sizes if name not in reduced]
+        positions = _positions(self.out_axes, names, sizes)
         # The first axis of the results is the outermost loop, which is cut first.
         # Negative positions count from the end, so they come after all others.
-        kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
-        levels = [_Level(x, sizes[x], Concat(), positions[x]) for x in kept]
+        names.sort(key=lambda name: (positions[name] < 0, positions[name]))
+        levels = [_Level(x, sizes[x], Concat(), positions[x]) for x in names]
         # The first name is accumulated first.
         for name, accumulator in reversed(reduced.items()):
             levels.append(_Level(name, sizes[name], accumulator, None))
@@ -378,8 +378,8 @@ def _out_axis(level: _Level, outer: list[_Level], leaf: Any) -> int | None:
             f"`out_axes` puts two grid axes, '{level.name}' among them, at one place "
             f"of an output that has {ndim} axes."
         )
-    position, *others = positions
-    return position - sum(other < position for other in others)
+    position, *of_outer = positions
+    return position - sum(other < position for other in of_outer)
 
 
 def _in_range(position: Any, ndim: int, shape: tuple[int, ...]) -> int:
@@ -463,16 +463,16 @@ def _sizes(
 def _keeps_rows(name: str, accumulator: PyTree) -> bool:
     """Whether the results keep the axis; raises if only some of them do."""
     leaves = jtu.tree_leaves(accumulator, is_leaf=is_accumulator)
-    kept = [x for x in map(canonicalise, leaves) if isinstance(x, Concat)]
+    concats = [x for x in map(canonicalise, leaves) if isinstance(x, Concat)]
     # One nesting of loops serves all outputs, and axes that are kept are outermost.
-    if len(kept) not in (0, len(leaves)):
+    if len(concats) not in (0, len(leaves)):
         raise ValueError(
             f"`accumulator` keeps the grid axis '{name}' in some outputs and not in "
             "others. Make one call for each, or keep it and reduce afterwards."
         )
-    for concat in kept:
+    for concat in concats:
         check_no_axis(concat)
-    return bool(kept)
+    return bool(concats)
 
 
 def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
@@ -483,19 +483,21 @@ def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
         )
 
 
-def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[str, int]:
+def _positions(
+    out_axes: Any, names: list[str], sizes: dict[str, int]
+) -> dict[str, int]:
     """The position of each kept axis in the results."""
     # These are in the order in which the arguments name them.
     if out_axes is None:
-        return {name: number for number, name in enumerate(kept)}
+        return {name: number for number, name in enumerate(names)}
     if isinstance(out_axes, int):
-        if len(kept) != 1:
+        if len(names) != 1:
             raise ValueError(
                 f"`out_axes` is {out_axes}, a place for one grid axis, but the results "
-                f"have {tuple(kept)}. Pass a tuple of names, or a dict from names to "
+                f"have {tuple(names)}. Pass a tuple of names, or a dict from names to "
                 "places."
             )
-        return {kept[0]: out_axes}
+        return {names[0]: out_axes}
     # Names alone are those of the leading axes.
     if isinstance(out_axes, str):
         out_axes = (out_axes,)
@@ -504,10 +506,10 @@ def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[st
     # Unknown names have a message of their own: a typo is no axis that is reduced.
     for name in positions:
         _check_name("out_axes", name, sizes)
-    if {*positions} != {*kept}:
+    if {*positions} != {*names}:
         raise ValueError(
             "`out_axes` must name each grid axis that the results have, "
-            f"{tuple(kept)}, and no other; got {tuple(positions)}. Grid axes with an "
+            f"{tuple(names)}, and no other; got {tuple(positions)}. Grid axes with an "
             "accumulator other than `Concat` are not in the results."
         )
     return positions

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import equinox as eqx
 import jax
@@ -278,14 +278,14 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         if total == 0 or explicit_mesh((self, batch)) is None:
             return functools.partial(vmap, self, batch)
 
-        def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
+        def specs(out: _Mapped) -> _Mapped:
             # Examples are along axis 0 of all mapped arrays, wherever they go later.
-            arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
+            arrays, treedef = jtu.tree_flatten(eqx.filter(out.output, eqx.is_array))
             of_arrays = [
                 PartitionSpec() if axis is None else spec_of_rows(x.shape[1:], batch)
-                for x, axis in safe_zip(arrays, out[1])
+                for x, axis in safe_zip(arrays, out.out_axes)
             ]
-            return jtu.tree_unflatten(treedef, of_arrays), PartitionSpec()
+            return _Mapped(jtu.tree_unflatten(treedef, of_arrays), PartitionSpec())
 
         like = (batch.arrays, total)
         # The state of an accumulator is not part of the program of a microbatch.
@@ -294,20 +294,16 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
 
     def vmap(
         self, batch: Batch, rows: list, size: int, if_whole: str | None
-    ) -> tuple[PyTree, tuple[int | None, ...]]:
-        """Maps `fun` over the examples of a microbatch.
-
-        Returns the output, with the examples along axis 0 of all mapped arrays, and the
-        `out_axes` of all its arrays.
-        """
-        # Filled when `jax.vmap` traces `one`, which can return only arrays.
+    ) -> "_Mapped":
+        """Maps `fun` over the examples of a microbatch."""
+        # Filled when `jax.vmap` traces `of_example`, which can return only arrays.
         traced: dict[str, Any] = {}
         call = functools.partial(batch.call, self.fun)
         if_named = _IF_NAMED
         if self.axis_name is not None:
             if_named = OTHER_AXIS_NAME.format(self.axis_name)
 
-        def one(rows: list) -> tuple[list, list]:
+        def of_example(rows: list) -> _Arrays:
             with explained_failure(call, batch, "example", if_whole, None, if_named):
                 out = call(rows)
             # The prefix fits what one example returns: `vmap_fn` is given axis 0 for
@@ -318,7 +314,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             pairs = list(safe_zip(leaves, axes))
             mapped = [_as_array(x, axis) for x, axis in pairs if axis is not None]
             unmapped = [x for x, axis in pairs if axis is None and eqx.is_array(x)]
-            return mapped, unmapped
+            return _Arrays(mapped, unmapped)
 
         # Only where they are needed: a function of the user's may not take them.
         kwargs = {}
@@ -328,10 +324,10 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             kwargs["axis_size"] = size
         if size == 1 and self.vmap_fn is jax.vmap and self.axis_name is None:
             # XLA's code for a batch of one is slower than its code without a batch.
-            mapped, unmapped = _of_one(one, rows, batch.axes)
+            mapped, unmapped = _of_one(of_example, rows, batch.axes)
         else:
-            vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
-            mapped, unmapped = vmapped(rows)
+            axes = (list(batch.axes),), _Arrays(0, None)
+            mapped, unmapped = self.vmap_fn(of_example, *axes, **kwargs)(rows)
         # What is no array is that of the one example that was traced.
         leaves, axes = [], []
         for leaf, axis in safe_zip(traced["leaves"], traced["axes"]):
@@ -342,12 +338,29 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             if eqx.is_array(leaf):
                 axes.append(axis)
             leaves.append(leaf)
-        return jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes)
+        return _Mapped(jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes))
+
+
+class _Mapped(NamedTuple):
+    """The output for a microbatch, with the examples along axis 0 of mapped arrays.
+
+    - `out_axes`: where they go in each of its arrays; None if it is not mapped.
+    """
+
+    output: PyTree
+    out_axes: tuple[int | None, ...] | PartitionSpec
+
+
+class _Arrays(NamedTuple):
+    """The arrays of an output that are mapped, and those that all examples share."""
+
+    mapped: Any
+    unmapped: Any
 
 
 def _of_one(
-    one: Callable[[list], tuple[list, list]], rows: list, axes: tuple[int, ...]
-) -> tuple[list, list]:
+    of_example: Callable[[list], _Arrays], rows: list, axes: tuple[int, ...]
+) -> _Arrays:
     """The mapped and unmapped outputs of a single example, without `jax.vmap`.
 
     Raises as `jax.vmap` does if an unmapped output differs between examples.
@@ -356,23 +369,23 @@ def _of_one(
     in_axes = [*axes]
     pairs = safe_zip(rows, axes)
     row = [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
-    closed, structs = jax.make_jaxpr(one, return_shape=True)(row)
+    closed, structs = jax.make_jaxpr(of_example, return_shape=True)(row)
     closed = without_refs(closed)
     treedef = jtu.tree_structure(structs)
 
-    def run(row: list) -> tuple[list, list]:
+    def run(row: list) -> _Arrays:
         outs = run_jaxpr(closed.jaxpr, list(closed.consts), row)
         return jtu.tree_unflatten(treedef, outs)
 
     # Only `jax.vmap` sees that an unmapped output depends on the example, and raises.
-    if structs[1] and rows:
-        jax.eval_shape(jax.vmap(run, (in_axes,), (0, None)), rows)
+    if structs.unmapped and rows:
+        jax.eval_shape(jax.vmap(run, (in_axes,), _Arrays(0, None)), rows)
     # Without barriers, XLA for CPUs overwrites what `x[0].at[1:].set(x[0, :-1])[None]`
     # has still to read (https://github.com/openxla/xla/issues/49176).
     mapped, unmapped = run(in_turn(row))
     # A constant is a literal of the jaxpr and not an array yet.
     mapped = in_turn([jnp.asarray(x) for x in mapped])
-    return [x[None] for x in mapped], [*map(jnp.asarray, unmapped)]
+    return _Arrays([x[None] for x in mapped], [*map(jnp.asarray, unmapped)])
 
 
 def _as_array(leaf: Any, axis: int) -> Array:

@@ -124,8 +124,8 @@ class SampleKernel:
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
             of_term, traced = self._factors[number], self._programs[number]
-            kept = self._kernels[number, number].factors(0, self._kept[number])
-            factors = of_term.factors(kept, 0, 0)
+            of_rows = self._kernels[number, number].factors(0, self._kept[number])
+            factors = of_term.factors(of_rows, 0, 0)
             for leaf, array in enumerate(residuals.leaves):
                 sites = of_term.table.of(leaf)
                 if not sites:  # The term does not use this parameter.
