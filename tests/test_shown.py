@@ -16,6 +16,7 @@ from eqxbatch import (
     over_batches,
 )
 from eqxbatch._base.tables import Table
+from eqxbatch._gradients.clipping import clipping_groups
 from .helpers import drawn
 
 
@@ -99,3 +100,6 @@ def test_others_are_one_line():
     state = over_batches(grad).init(DEEP, (X, Y))
     assert repr(state) == "StreamState(examples in each pass: 0)"
     assert repr(factors().unravel) == "Unravel(247 numbers in 26 arrays)"
+    bounds, tree = {"a": 1.0, "b": None}, {"a": (X, X), "b": X}
+    groups = clipping_groups(bounds, None, None, False, tree)
+    assert repr(groups) == "<leaves in groups [0, 1], [2], scaled by bounds>"

@@ -196,6 +196,11 @@ class Groups:
     scale: Callable[[PyTree], PyTree] | None
     nan_safe: bool
 
+    def __repr__(self) -> str:
+        by = "bounds" if self.scale is None else "a function"
+        groups = ", ".join(map(str, self.members))
+        return f"<leaves in groups {groups}, scaled by {by}>"
+
     def of_rows(self, bounds: list[Array]) -> "Groups":
         """The groups for some examples, with the bounds that each of them has."""
         # Bounds of shape `[n]` come in their order here; a number is for all examples.
