@@ -103,8 +103,8 @@ def clipping_groups(
     what += " each part"
     # Leaves with one bound are one group, whose norm is bounded.
     bounds, members, first = [], [], 0
-    for _, bound, part in match_prefix("clip_norm", clip_norm, gradient, what):
-        num = len(jtu.tree_leaves(part))
+    for _, bound, subtree in match_prefix("clip_norm", clip_norm, gradient, what):
+        num = len(jtu.tree_leaves(subtree))
         # Those of the examples are checked before they are cut.
         is_one = isinstance(bound, jax.Array) and bound.shape == ()
         bounds.append(checked_bound(bound) if is_one else bound)
@@ -209,18 +209,18 @@ class Groups:
         return dataclasses.replace(self, bounds=of_rows)
 
     @functools.cached_property
-    def parts(self) -> list[list[int]]:
-        """The leaves that share both groups."""
-        parts: dict[tuple, list[int]] = {}
-        # The numbers of the two groups that each leaf is in. Squares are added up
-        # within parts first, and these within either kind of group.
+    def intersections(self) -> list[list[int]]:
+        """The leaves that share both groups, in the order of the first of them."""
+        members: dict[tuple, list[int]] = {}
+        # The numbers of the groups that each leaf is in. Squares are added up within
+        # intersections first, and these within either kind of group.
         groups = [
             {i: number for number, group in enumerate(of_all) for i in group}
             for of_all in (self.members, self.returned)
         ]
         for i in sorted(groups[0]):
-            parts.setdefault((groups[0][i], groups[1][i]), []).append(i)
-        return [*parts.values()]
+            members.setdefault((groups[0][i], groups[1][i]), []).append(i)
+        return [*members.values()]
 
     def clip(
         self,
@@ -242,17 +242,17 @@ class Groups:
         dtypes.sort(key=lambda dtype: dtype.itemsize)
         wide = [x.astype(dtypes[-1]) for x in plain.squares]
         totals, flags = [], [*plain.flags]
-        for members in self.parts:
+        for members in self.intersections:
             total = _sum_of([wide[i] for i in members])
             totals.append(Squares(total, jnp.zeros_like(total, "int32")))
             flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
         arrays, treedef = jtu.tree_flatten(totals)
 
         def with_scales() -> list[Array]:
-            # All leaves of a part get the scale that brings their sum into range: one
+            # These leaves get the scale that brings their sum into range: one
             # exponent for all lets their squares be added up as they are.
             scales: dict[int, Scale] = {}
-            for total, members in safe_zip(totals, self.parts):
+            for total, members in safe_zip(totals, self.intersections):
                 scales.update(dict.fromkeys(members, into_range(total.value)))
             in_order = [scales[i] for i in sorted(scales)]
             return jtu.tree_leaves(self._added(scaled(in_order)))
@@ -262,18 +262,19 @@ class Groups:
         return self._clipped(jtu.tree_unflatten(treedef, squares))
 
     def _added(self, squares: list[Squares]) -> list[Squares]:
-        """The squared norm of each part."""
-        return [sum_of_squares([squares[i] for i in part]) for part in self.parts]
+        """The squared norm of each intersection."""
+        of_leaves = [[squares[i] for i in leaves] for leaves in self.intersections]
+        return [*map(sum_of_squares, of_leaves)]
 
     def _norms(self, squares: list[Squares], groups: list[list[int]]) -> list[_Norm]:
-        """The norm of each group, from the squared norm of each part."""
+        """The norm of each group, from the squared norm of each intersection."""
         norms = []
         for group in groups:
-            # A part is within a group as a whole, or not at all.
+            # An intersection is within a group as a whole, or not at all.
             within = [
                 square
-                for square, part in safe_zip(squares, self.parts)
-                if part[0] in group
+                for square, leaves in safe_zip(squares, self.intersections)
+                if leaves[0] in group
             ]
             # The norm of a group without leaves is zero.
             zeros = jax.tree.map(jnp.zeros_like, squares[0])
@@ -287,7 +288,7 @@ class Groups:
         return norms
 
     def _clipped(self, squares: list[Squares]) -> Clipped:
-        """Factors from the squared norm of each part."""
+        """Factors from the squared norm of each intersection."""
         of_groups = self._norms(squares, self.members)
         # Most calls return the norms that they clip by.
         is_same = self.returned is self.members
@@ -333,8 +334,8 @@ class Groups:
         factors, of_leaf = jax.vmap(call)(norms), {}
         what = "a function that returns one factor, or one for each norm that it gets"
         numbers = self.treedef.unflatten(range(len(self.returned)))
-        for _, factor, part in match_prefix("scale", factors, numbers, what):
-            for number in jtu.tree_leaves(part):
+        for _, factor, subtree in match_prefix("scale", factors, numbers, what):
+            for number in jtu.tree_leaves(subtree):
                 of_leaf.update(dict.fromkeys(self.returned[number], factor))
         return [of_leaf[i] for i in sorted(of_leaf)]
 

@@ -307,7 +307,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # A leaf in a group without a bound leaves the share of an example unbounded.
         diff, _ = self.parameters((model,), {})
         groups = clipping_groups(self.clip_norm, None, None, False, diff)
-        bounds = [x for x, part in safe_zip(groups.bounds, groups.members) if part]
+        bounds = [x for x, leaves in safe_zip(groups.bounds, groups.members) if leaves]
         if any(bound is None for bound in bounds):
             raise ValueError(
                 "`sensitivity` needs a bound on the whole gradient, but `clip_norm` is "
@@ -366,7 +366,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             what = "The shape of a `clip_norm` with a bound for each example"
             check_equal(what, bound.shape, (rows.total,))
         rows = rows.with_(bounds=[*map(checked_bound, bounds)])
-        # Where microbatches overlap, the share of a row is a part of its weight.
+        # Where microbatches overlap, the weight of a row has its share as a factor.
         gradients = self._gradients_on_mesh(loss, example, rows)
         run = lambda rows: gradients(rows.weighted())
         limit = self.limit(blocks)
@@ -472,7 +472,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         )
         if example.backward.is_linear:
             return by_sum
-        # Running means seed it with `1 / num`, and float16 with powers of two.
+        # Running means seed a backward pass with `1 / num`, float16 with powers of two.
         is_scaled = is_mean or example.is_narrow
         is_of_sum = example.backward.has_examples and not is_scaled
         return gradient_of_nonlinear(by_sum, by_sites, is_of_sum=is_of_sum)
@@ -500,10 +500,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # What has no numbers, such as aux of None, stays as it is.
         of_whole, of_each = (
             {
-                name: accumulators[name] if _has_results(part) else None
-                for name, part in parts.items()
+                name: accumulators[name] if _has_results(result) else None
+                for name, result in results.items()
             }
-            for parts in output
+            for results in output
         )
         # Other gradients are sums over a microbatch, whatever the accumulator is.
         if of_whole and not (self.batched or is_running(accumulator)):
@@ -541,5 +541,5 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 _Bound = float | Real[Array, ""] | Real[Array, " n"]
 
 
-def _has_results(part: PyTree) -> bool:
-    return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(part))
+def _has_results(result: PyTree) -> bool:
+    return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(result))

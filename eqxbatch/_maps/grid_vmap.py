@@ -110,7 +110,7 @@ class AbstractGridVmap(AbstractSharded, Generic[P, Out]):
 def _in_order(accumulator: dict[str, PyTree] | None) -> dict[str, PyTree] | None:
     """An equal dict whose order JAX keeps."""
     is_dict = isinstance(accumulator, dict)
-    # JAX sorts the keys of other dicts when a transform becomes an argument of a
+    # JAX sorts the keys of a plain dict when a transform becomes an argument of a
     # program, but the order says which axis is reduced first.
     return collections.OrderedDict(accumulator) if is_dict else accumulator
 
@@ -286,7 +286,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
     def _places(self, args: tuple, kwargs: dict[str, Any]) -> list[dict[str, int]]:
         """For each leaf, which of its axes are grid axes."""
-        # Each name, or None, can stand for all leaves of a part of the arguments.
+        # Each name, or None, can stand for all leaves of an argument.
         specs = split_axes(self.fun, self.in_axes, args, kwargs, _UNNAMED)
         prefix = match_prefix(
             "in_axes",
@@ -298,7 +298,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
         )
         names = positional_names(self.fun, len(args))
         places: list[dict[str, int]] = []
-        for path, axes, part in prefix:
+        for path, axes, subtree in prefix:
             is_named = axes is not _UNNAMED
             if axes is not None and is_named and not _is_grid_axis(axes):
                 raise TypeError(
@@ -307,7 +307,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
                 )
             # All leaves get a place, so that they can be zipped with those of the call:
             # an empty one if they are the same on the whole grid.
-            for sub, leaf in jtu.tree_leaves_with_path(part):
+            for sub, leaf in jtu.tree_leaves_with_path(subtree):
                 name = leaf_name((*path, *sub), names)
                 if is_ref(leaf) and axes is not None:
                     raise ValueError(no_ref(name))

@@ -95,8 +95,8 @@ class SampleKernel:
         """The kernel of all residuals in order, weighted and centred."""
         all_rows, size = self._residuals.rows, self._size
         blocks: dict[tuple[int, int], Array] = {}
-        # In one block, factors of all examples are kept, and `pull` uses them again: a
-        # step then runs the model once.
+        # In one block, factors of all examples are kept, and `pull` uses them in place
+        # of another backward pass.
         if size is None or all(size >= rows.total for rows in all_rows):
             for i, rows in enumerate(all_rows):
                 most = self._microbatch_size or max(rows.total, 1)
