@@ -20,6 +20,7 @@ from eqxbatch._base.tables import Table
 from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._batch.rows import Rows
 from eqxbatch._batch.slots import as_slots
+from eqxbatch._gradients.clipping import clipping_groups
 from .helpers import drawn
 
 
@@ -103,6 +104,9 @@ def test_others_are_one_line():
     state = over_batches(grad).init(DEEP, (X, Y))
     assert repr(state) == "StreamState(examples in each pass: 0)"
     assert repr(factors().unravel) == "Unravel(247 numbers in 26 arrays)"
+    bounds, tree = {"a": 1.0, "b": None}, {"a": (X, X), "b": X}
+    groups = clipping_groups(bounds, None, None, False, tree)
+    assert repr(groups) == "<leaves in groups [0, 1], [2], scaled by bounds>"
 
 
 def test_what_travels_is_one_line():

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .jaxpr_types import Atom, Aval, Eqn, Jaxpr, JaxprAndConsts, Var
-from .jaxprs import callee, inner_jaxprs, inner_programs, run_equations
+from .jaxprs import callee, equations_in, inner_jaxprs, inner_programs, run_equations
 from .primitives import (
     IDENTITIES,
     LINEAR_IN_ALL,
@@ -133,6 +133,10 @@ def custom_backward(
 
     `is_example` says which of its inputs differ between examples.
     """
+    # Most programs have none, which the names of their equations tell at once.
+    names = {eqn.primitive.name for eqn in equations_in(closed)}
+    if not [name for name in names if name.startswith(_OWN_BACKWARD)]:
+        return CustomBackward(is_linear=True, has_examples=True)
     are_batched: list[bool] = []
     _batched(closed.jaxpr, is_example, are_batched)
     return CustomBackward(not are_batched, all(are_batched))
@@ -164,10 +168,14 @@ def _batched(
     return marked_among(jaxpr.outvars)
 
 
+# How the names of primitives begin whose backward pass may be that of an author. An
+# object of a class that no table knows may have one, too.
+_OWN_BACKWARD = ("custom_vjp", "linear_call", OF_CLASSES)
+
+
 def has_own_backward(eqn: Eqn) -> bool:
     """Whether the author of a function wrote the backward pass of an equation."""
-    # An object of a class that no table knows may have one, too.
-    return name_of(eqn).startswith(("custom_vjp", "linear_call", OF_CLASSES))
+    return name_of(eqn).startswith(_OWN_BACKWARD)
 
 
 def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:

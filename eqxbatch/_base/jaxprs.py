@@ -177,17 +177,20 @@ def _in_program_order(run: Callable[..., Any], params: Params) -> Callable[..., 
     return grouped
 
 
-def inner_programs(eqn: Eqn) -> list[JaxprAndConsts]:
-    """The closed jaxprs that an equation has in its parameters, or stands for."""
+def inner_programs(*eqns: Eqn) -> list[JaxprAndConsts]:
+    """The closed jaxprs that equations have in their parameters, or stand for."""
+    programs: list[JaxprAndConsts] = []
     # Every equation of a program is asked, so the usual one is answered without calls.
-    name, params = eqn.primitive.name, eqn.params
-    if name == OF_CLASSES:
-        name, params = name_of(eqn), parameters(eqn)
-    programs = [_expanded(eqn)] if name in EXPANDED else []
-    for value in params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, _PROGRAM_TYPES):
-                programs.append(_as_closed(x))
+    for eqn in eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == OF_CLASSES:
+            name, params = name_of(eqn), parameters(eqn)
+        if name in EXPANDED:
+            programs.append(_expanded(eqn))
+        for value in params.values():
+            for x in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(x, _PROGRAM_TYPES):
+                    programs.append(_as_closed(x))
     return programs
 
 
@@ -199,9 +202,8 @@ def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
 def programs_in(closed: JaxprAndConsts) -> list[JaxprAndConsts]:
     """A closed jaxpr, and all in it."""
     programs = [closed]
-    for eqn in closed.jaxpr.eqns:
-        for inner in inner_programs(eqn):
-            programs += programs_in(inner)
+    for inner in inner_programs(*closed.jaxpr.eqns):
+        programs += programs_in(inner)
     return programs
 
 

@@ -73,7 +73,7 @@ class Blocks(eqx.Module):
 
     @property
     def num(self) -> int:
-        return self.num_full + (self.remainder > 0)
+        return -(-self.total // self.size)
 
 
 class Block(eqx.Module):

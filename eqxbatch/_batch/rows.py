@@ -26,6 +26,7 @@ class Rows:
         None for an array that all examples share. Arrays without rows stand for those
         whose rows are read in blocks.
     - `total`: the number of examples.
+    - `seeds`: a cotangent of the outputs for each example, `[examples, entries]`.
     - `weights`: the weights of the examples, if they have any.
     - `bounds`: bounds on norms, with one number for each example.
     - `shares`: the share that each example has in a microbatch which overlaps another;
@@ -35,6 +36,7 @@ class Rows:
     arrays: list
     axes: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     total: int = dataclasses.field(metadata={"static": True})
+    seeds: Any = None
     weights: Any = None
     bounds: Any = ()
     shares: Any = None
@@ -55,7 +57,7 @@ class Rows:
         )
 
     def with_(self, **more: Any) -> "Rows":
-        """The same examples, with `weights`, `bounds` or `shares`."""
+        """The same examples, with `seeds`, `weights`, `bounds` or `shares`."""
         return dataclasses.replace(self, **more)
 
     def weighted(self) -> "Rows":

@@ -108,10 +108,11 @@ class AbstractTransform(eqx.Module):
     # Unlike `__check_init__`, this comes before the checks of subclasses, which rely on
     # the types.
     def __post_init__(self) -> None:
-        check_callable(self._first, self.__wrapped__)
+        first = self._first
+        check_callable(first, self.__wrapped__)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == self._first or value is field.default:
+            if field.name == first or value is field.default:
                 continue
             # Equinox converts fields after this.
             value = field.metadata.get("converter", lambda x: x)(value)
