@@ -90,10 +90,13 @@ class CurvatureBlocks:
         """The blocks of each group of pairs, summed over some examples."""
         sums: list[Array] = []
         rest = self.requested.leaves
+        # Blocks by example come first, as their groups do.
         if self._by_example is not None:
             of_examples = self._by_examples(self._by_example, rows, weights)
             sums += self._unless_cancelled(of_examples, rows, weights)
             rest -= self._by_example.requested.leaves
+        # All later groups are single pairs, and take the columns of leaves without
+        # sites.
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
             by_products = self._by_products(others, rest, rows, weights, self.size)
@@ -141,11 +144,13 @@ class CurvatureBlocks:
     ) -> BlockSums:
         """Computes sums of blocks, for examples whose factors are small at a time."""
         requested, axes = self.requested, self.curvature.axes
+        # A function of all its arguments is a single example.
         if not axes:
             return matrix.sums(rows, axes, weights)
         sums = lambda rows: matrix.sums(rows.arrays, axes, rows.weights)
         total = rows[0].shape[axes[0]]
         sizes = (requested.num_bytes(x, matrix.leaves) for x in requested.pairs)
+        # Beside a large result, factors of a quarter of its size do not matter.
         most = max(sum(sizes) // 4, platform().factor_bytes)
         size = _even(total, max(1, min(total, most // max(matrix.bytes, 1))))
         batch = Rows(rows, tuple(axes), total, weights=weights)
@@ -177,6 +182,7 @@ class CurvatureBlocks:
             matrix = JacobianMatrix(curvature, self.requested)
             if matrix.is_cheapest_with(self.size):
                 return matrix
+        # The sites are traced only if they may be used.
         if self.method == "products" or not curvature.allows_sites:
             return None
 
@@ -187,11 +193,15 @@ class CurvatureBlocks:
         program, covered = self._program(set(range(num)))
         if not self.requested.among(covered).pairs:
             return None
+        # `method="sites"` is taken at its word: JAX raises an error then.
         if self.method == "auto" and curvature.excludes_sites(covered):
             return None
         sites = of_sites(program, covered)
+        # These need no estimate: there is one way only.
         if self.method == "sites" or curvature.forms_rest:
             return sites
+        # Products take as long for each example. Contractions sum over examples, and
+        # write their result once.
         counted = _COUNTED if curvature.axes else 1
         products = curvature.products(curvature.program.zeros()[1], None, (), False)
         order = self._in_order(self.requested.leaves)
@@ -202,6 +212,8 @@ class CurvatureBlocks:
         chosen = cheapest(program.table, covered, sites.estimate(counted), columns)
         if chosen == covered:
             return sites
+        # Leaves that are left to products need no perturbations, so there is less to
+        # differentiate without theirs.
         if not self.requested.among(chosen).pairs:
             return None
         return of_sites(*self._program(chosen))
@@ -219,6 +231,8 @@ class CurvatureBlocks:
         is_known = functools.partial(
             is_covered, requested=self.requested, counts_cancelled=counts_cancelled
         )
+        # With fewer leaves to follow, the sites of the remaining ones may be others, so
+        # rules are asked for again until all leaves have one.
         while True:
             program = Program(
                 curvature.program,

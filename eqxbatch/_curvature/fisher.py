@@ -72,6 +72,7 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
                 "`fisher='mc'` draws random vectors: give it a `key`, such as "
                 "`jax.random.key(0)`; got `key=None`."
             )
+        # A setting that nothing reads would be ignored without a word.
         for name, is_passed in (
             ("key", self.key is not None),
             ("sampler", self.sampler is not None),
@@ -106,6 +107,7 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
     def _typed_key(self) -> Key[Array, ""]:
         key = self.key
         assert key is not None
+        # An old key is an array of numbers.
         is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         return key if is_typed else jr.wrap_key_data(key)
 
@@ -162,6 +164,7 @@ def drawn_labels(
     kwargs: dict[str, Any],
 ) -> PyTree:
     """A label for an output of the model, to replace the last argument."""
+    # Nothing says which of several keyword arguments is the label.
     if kwargs or not args:
         got = f"the keyword arguments {(*kwargs,)}, one of which may be it"
         got = got if kwargs else "a call without arguments after the first"
@@ -170,12 +173,15 @@ def drawn_labels(
             f"got {got}. Pass all arguments by position."
         )
     try:
+        # A sampler may compute the label from the output, but the loss takes it as
+        # given.
         label = lax.stop_gradient(draw(out))
     except Exception as e:
         e.add_note(
             f"`sampler` is called as `sampler(key, out)`; `out` is {shown(out)}."
         )
         raise
+    # A label of another shape might broadcast, and give another loss.
     forms = [
         (jtu.tree_structure(tree), [jnp.shape(x) for x in jtu.tree_leaves(tree)])
         for tree in (label, args[-1])

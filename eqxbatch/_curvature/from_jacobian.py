@@ -84,6 +84,7 @@ class JacobianMatrix:
     @property
     def groups(self) -> list[list[Pair]]:
         """The requested pairs of leaves, grouped with those that are alike."""
+        # Blocks of equal shapes in one matrix are read by a single operation.
         alike: dict[Hashable, list[Pair]] = {}
         for first, second in self.requested.pairs:
             structs = (self.leaves[first], self.leaves[second])
@@ -105,6 +106,7 @@ class JacobianMatrix:
         compute = self._columns if self.is_by_columns else self._rows
         sides = compute(leaves, rows, axes, weights)
         multiply = _sums_of_rows if self.requested.is_diagonal else _square
+        # Blocks between parts are not requested, so each part is a product of its own.
         parts: dict[int, Array] = {}
         for part in {*self._part_of.values()}:
             of_part = [leaf for leaf, x in self._part_of.items() if x == part]
@@ -125,6 +127,7 @@ class JacobianMatrix:
         outputs = self._curvature.outputs(rows, axes)
         outs, push = pushforward(outputs, leaves, self._curvature.derivative)
         curve = self._curvature.curved(outs, rows, weights, axes)
+        # All columns at once, along axis 0: there are at most `LEAST_COLUMNS`.
         seeds = one_hot_seeds(jnp.arange(self._num_parameters), leaves)
         columns = jax.vmap(push)(seeds)
         pairs = safe_zip(columns, jax.vmap(curve)(columns))
@@ -140,6 +143,7 @@ class JacobianMatrix:
         """The two sides for the only vector of each example, in reverse mode."""
 
         def of_example(rows: RowArrays, weight: Real[Array, ""] | None) -> _Sides:
+            # With a single vector, the curvature is a number, as the weight is.
             outs, pull = jax.vjp(self._curvature.outputs(rows, ()), leaves)
             vectors, curve = self._curvature.of_outputs(outs, rows)
             seeds = [vary_as([out], x[0]) for out, x in safe_zip(outs, vectors)]
@@ -161,6 +165,7 @@ class JacobianMatrix:
         leaves = [self.leaves[leaf] for leaf in pairs[0]]
         if self.requested.is_diagonal:
             return matrix.reshape(1, *leaves[0].shape)
+        # The matrix of a part begins with its first leaf.
         start = self._starts[self._part_of[pairs[0][0]]]
         corners = [[self._starts[leaf] - start for leaf in pair] for pair in pairs]
         # A single operation, however many of the parameters are scalars.
@@ -176,6 +181,7 @@ class JacobianMatrix:
 
 
 def _square(sides: _Sides) -> Inexact[Array, "parameters parameters"]:
+    # Examples and outputs are behind the parameters on both sides, and summed over.
     rows = [Axis(Role.ENTRY, side=side) for side in (0, 1)]
     outputs = tuple(Axis(Role.OUTPUT, i) for i in range(sides.left.ndim - 1))
     terms = [Named(x, (row, *outputs)) for x, row in safe_zip(sides, rows)]

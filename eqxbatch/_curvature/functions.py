@@ -101,6 +101,7 @@ class AbstractCurvature(abc.ABC):
         """The auxiliary output of the function for some examples, if it has one."""
         if not self.has_aux:
             return None
+        # The output has the arrays of values and aux, of which the latter are wanted.
         run = self.program.many if self.axes else self.program.one
         return self.program.output(run(self.leaves, rows))[1]
 
@@ -198,6 +199,7 @@ class LossCurvature(AbstractCurvature):
         """The gradient of the weighted sum of some examples, or of one."""
 
         def value(leaves: list[Array]) -> Array:
+            # There is one value without a batch, and one for each example with it.
             if not axes:
                 return self.program.one(leaves, rows)[0]
             return total_loss(self.program.many(leaves, rows)[0], weights)
@@ -231,9 +233,12 @@ class LossCurvature(AbstractCurvature):
         self, ask: Callable[[Linear, list[Array]], _T], which: Sequence[int]
     ) -> _T:
         """The untraced answer of `ask(gradient, point)`, about these leaves."""
+        # A mode may be missing for some leaves only, so no others are moved.
         point = [self.leaves[i] for i in which]
 
         def of_example(rows: RowArrays) -> _T:
+            # Derivative modes are those of the function of one example, which is what
+            # is mapped.
             gradient = self._gradient(rows)
             changed = lambda values: replaced(self.leaves, which, values)
             return ask(lambda values: gradient(changed(values), which), point)
@@ -266,12 +271,14 @@ class GaussNewtonCurvature(AbstractCurvature):
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
+        # From here on, None stands for the Hessian of the loss itself.
         is_exact = fisher is None or fisher.fisher == "exact"
         self._fisher = None if is_exact else fisher
         self.derivative: Derivative = derivative_of_program("`fun`", self._traced)
         self.forms_rest = self.derivative in ("rows", "columns")
         # Sites need reverse mode only.
         self.program = self._traced
+        # A function without reverse mode is replaced by its expansion, which has it.
         if self.derivative == "columns":
             self.program = with_both_modes(self._traced, "columns")
 
@@ -330,9 +337,11 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     def of_outputs(self, outs: list[Array], rows: RowArrays) -> Seeds:
         """The vectors to pull back, and the curvature between them."""
+        # What replaces the Hessian comes as vectors: their outer products sum up to it.
         if self._fisher is not None:
             return Seeds(self._seeds(self._fisher, outs, rows))
         unravel = Unravel(outs)
+        # One direction for each entry of the outputs, and the Hessian between them.
         every = jnp.eye(sum(unravel.sizes), dtype=unravel.dtype)
         return Seeds(unravel(every), self._curve(outs, rows))
 
@@ -346,6 +355,8 @@ class GaussNewtonCurvature(AbstractCurvature):
             """`J^T C J`, for the Jacobian of outputs and a matrix for them."""
             changed = lambda values: outputs(replaced(leaves, group, values))
             point = [leaves[i] for i in group]
+            # The Jacobian's columns are needed for one group of leaves, its rows for
+            # another.
             outs, push = pushforward(changed, point, self.derivative)
             curve = self.curved(outs, rows, weights, axes)
             changed = lambda values: outputs(replaced(leaves, of, values))
@@ -357,6 +368,8 @@ class GaussNewtonCurvature(AbstractCurvature):
     def outputs(self, rows: RowArrays, axes: Sequence[int]) -> Linear:
         """The outputs of some examples as a function of all leaves."""
         point, run = self.leaves, self._traced.one
+        # With both modes, or with the transpose of reverse mode, products need no
+        # Jacobian.
         if not self.forms_rest:
             run = jax.checkpoint(run) if self._checkpoint else run
             return lambda leaves: _over_examples(
@@ -379,6 +392,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         axes: Sequence[int],
     ) -> Linear:
         """The product with the Hessian of all losses, or with what replaces it."""
+        # The sum of all losses has the Hessian of each on its diagonal, and JAX
+        # differentiates it without forming any.
         if self._fisher is None and self._gradient is jax.grad:
             one = lambda rows, outs: self._loss_of(outs, rows)
             value = lambda outs: jnp.sum(_over_examples(one, axes, rows, outs))
@@ -389,6 +404,7 @@ class GaussNewtonCurvature(AbstractCurvature):
                 curve = jax.linearize(jax.grad(value), outs)[1]
             # The loss may have a backward pass that is not linear.
             return lambda seeds: _times_weights(curve(seeds), weights)
+        # Otherwise, the curvature of each example is an array: `sum_kl s_k C_kl s_l^T`.
         vectors = _over_examples(
             lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
         )
@@ -402,6 +418,8 @@ class GaussNewtonCurvature(AbstractCurvature):
                 jnp.tensordot(x, seed, seed.ndim).astype(dtype)
                 for x, seed in safe_zip(vectors, seeds)
             ]
+            # `parts` are the products of each vector with the direction, for each array
+            # of outputs.
             along = functools.reduce(jnp.add, parts)
             along = along if curve is None else curve @ along
             along = along if weight is None else weight.astype(along.dtype) * along
@@ -422,6 +440,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         loss = lambda outs, key=None: self._loss_of(outs, rows, key)
         gradient, outs = self._gradient(loss), lax.stop_gradient(outs)
         row = rows[-1] if fisher.key is not None and self.axes else None
+        # The gradient for the given label is one vector.
         if fisher.fisher == "empirical":
             vectors = [x[None] for x in gradient(outs)]
         elif fisher.sampler is None:
@@ -429,10 +448,14 @@ class GaussNewtonCurvature(AbstractCurvature):
             terms = jnp.abs(self._curve([jnp.zeros_like(x) for x in outs], rows))
             terms = jnp.where(jnp.isfinite(terms), terms, 0)
             factor = root(self._curve(outs, rows), terms)
+            # Random signs have the identity as their covariance, so their products with
+            # the root have the Hessian.
             signs = lambda key: jr.rademacher(key, factor.shape[:1], factor.dtype)
             vectors = Unravel(outs)(jax.vmap(signs)(fisher.keys(row)) @ factor)
         else:
+            # The gradients for labels that are drawn from the model.
             vectors = jax.vmap(lambda key: gradient(outs, key))(fisher.keys(row))
+        # The matrix has the mean over samples, and each vector comes in twice.
         scale = fisher.num_samples**-0.5
         return [lax.stop_gradient(x * scale) for x in vectors]
 
@@ -441,6 +464,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     ) -> Array:
         """The loss of an example, or of a label that is drawn for it with a key."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
+        # `loss` takes what `fun` returned, not its real and imaginary parts.
         out = as_complex(self._traced.output(outs))
         if key is not None and self._fisher is not None and self._fisher.sampler:
             draw = functools.partial(self._fisher.sampler, key)
@@ -455,6 +479,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         unravel = Unravel(outs)
         flat = joined(outs, unravel.dtype)
         value = lambda flat: self._loss_of(unravel(flat), rows)
+        # The Hessian of the loss as a matrix, for the entries of all outputs in one
+        # vector.
         jacobian = jax.jacrev if self._is_reverse else jax.jacfwd
         return jacobian(self._gradient(value))(flat)
 

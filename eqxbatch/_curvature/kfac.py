@@ -166,17 +166,24 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         curvature = GaussNewtonCurvature(
             fun, self.loss, fisher=self, if_whole=_IF_WHOLE
         )
+        # Without reverse mode, all Jacobians are formed, and no leaf has Kronecker
+        # factors.
         program = Program(curvature.program, formed=curvature.formed)
+        # By default, the sites say what is a block: a weight, and the bias that joins
+        # it.
         chosen = None
         if self.is_block is None:
             _check_not_multiplied(program.table, diff)
         else:
             chosen = [x for x in leaves_of_parts(diff, self.is_block) if x]
         parts = parts_of(program.table, chosen)
+        # Sums stay apart only over the mesh axes over which all leaves differ.
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         mesh_axes = frozenset.intersection(*axes)
 
         def totals(sums: Callable[[Factors, Weighing], list]) -> list:
+            # `self.total` adds up lists of arrays. What they are the leaves of comes
+            # out with the first trace.
             treedefs: list = []
 
             def flat(factors: Factors, weighing: Weighing) -> list[Array]:
@@ -193,6 +200,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             of_all = [sum_except(x, mesh_axes) for x in of_all]
             return jtu.tree_unflatten(treedefs[0], of_all)
 
+        # The first pass over the examples: second moments of operands and cotangents.
         of_parts = totals(
             lambda factors, weighing: [
                 part_sums(program.table, part, factors, weighing, self.weight_sharing)
@@ -203,6 +211,8 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             KroneckerBlock(part, *finished(part, of_part))
             for part, of_part in safe_zip(parts, of_parts)
         ]
+        # The second one needs the eigenvectors of the whole sums, so it cannot be
+        # joined with the first.
         if self.corrected:
             bases = {
                 block.part: [basis for _, basis in block.eigenvectors()]
@@ -216,6 +226,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
                     for part, basis in bases.items()
                 ]
             )
+            # Eigenvalues are replaced by the moments, and the factors stay as they are.
             known = dict(safe_zip(bases, moments))
             blocks = [
                 KroneckerBlock(part, x.outputs, x.inputs, known[part], *bases[part])
@@ -223,6 +234,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
                 else x
                 for x in blocks
             ]
+        # Sums of squares are positive semidefinite, unless a weight is negative.
         is_squared = self.fisher != "exact"
         is_semidefinite = is_squared and self.accumulator.weights is None
         return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
@@ -256,10 +268,12 @@ def _sums(
     directions = Directions(curvature.of_outputs, (VECTOR,))
 
     def of_rows(rows: Rows) -> list[Array]:
+        # The factors of the sites, with as many cotangents as there are vectors.
         factors = program.factors(rows.arrays, axes, directions)
         weighing = Weighing(factors.num, num_vectors, rows.weights, factors.curve)
         return sums(factors, weighing)
 
+    # As many examples at a time as have factors of the size that the platform allows.
     kept = _bytes(program.table, num_vectors)
     size = max(1, 4 * platform().factor_bytes // max(kept, 1))
     total = rows[0].shape[axes[0]]
@@ -272,6 +286,7 @@ def _bytes(table: SiteTable, num_vectors: int) -> int:
 
     The patches of a convolution are several times as large as its input.
     """
+    # One operand, and one cotangent for each vector.
     structs = [*table.operands, *(num_vectors * [*table.perturbations])]
     size = lambda site, axes: math.prod(site.sizes[name] for name in axes)
     expanded = [

@@ -58,8 +58,10 @@ class KroneckerBlock(eqx.Module):
         For a diagonal factor, or for one that is missing, eigenvalues are in the order
         of the entries, and there is no array of eigenvectors.
         """
+        # A block of a single factor is one of a Kronecker product with the number 1.
         outputs = jnp.ones((1, 1), self.inputs.dtype)
         outputs = outputs if self.outputs is None else self.outputs
+        # Diagonal factors have two axes, `(batch, entries)`, others three.
         factors = (outputs, self.inputs)
         return [(x, None) if x.ndim == 2 else jnp.linalg.eigh(x) for x in factors]
 

@@ -45,6 +45,8 @@ class Spectrum(eqx.Module):
     @property
     def rounding(self) -> Inexact[Array, "..."]:
         """The size below which an eigenvalue is zero up to rounding."""
+        # Rounding mixes eigenvalues along the axes on which eigenvectors are computed;
+        # entries of a diagonal are exact.
         bases = ((1, self.outputs), (2, self.inputs))
         axes = tuple(axis for axis, basis in bases if basis is not None)
         if not axes:
@@ -54,6 +56,7 @@ class Spectrum(eqx.Module):
 
     def coordinates(self, leaves: list[Array]) -> Array:
         """The coordinates of the parameters of the block."""
+        # An exact or diagonal block is one row of a matrix: `(1, 1, entries)`.
         dtype, layout = self.values.dtype, self.part.layout
         if layout is None:
             return self._rotated(joined(leaves, dtype)[None, None], back=False)
@@ -69,11 +72,13 @@ class Spectrum(eqx.Module):
 
     def diagonal(self) -> list[Array]:
         """The diagonal of the block, in the shapes of its parameters."""
+        # Entry `i` of the diagonal is `sum_k Q_ik^2 values_k`.
         outputs, inputs = jax.tree.map(jnp.square, (self.outputs, self.inputs))
         squared = dataclasses.replace(self, outputs=outputs, inputs=inputs)
         return squared.leaves(self.values)
 
     def _rotated(self, matrices: Array, *, back: bool) -> Array:
+        # `Q_out^T W Q_in` on the way there, and `Q_out W Q_in^T` on the way back.
         turned = lambda basis: jnp.swapaxes(basis, -1, -2) if back else basis
         with exact_products():
             if self.outputs is not None:
@@ -91,6 +96,7 @@ class Spectrum(eqx.Module):
 
 def _spectrum(block: KroneckerBlock) -> Spectrum:
     """Eigenvalues and eigenvectors of a block."""
+    # Corrected blocks have their eigenvalues, which are no products.
     if block.moments is None:
         factors = block.eigenvectors()
         # Each entry of a diagonal factor is computed by itself.
@@ -118,13 +124,17 @@ def _damped(
     added = damping.astype(spectrum.values.dtype)
     if relative:
         added = added * jnp.maximum(jnp.mean(spectrum.values), 0)
+    # Added to all eigenvalues, or to those of blocks that are no products.
     if not factored or spectrum.part.layout is None:
         values, damped = spectrum.values + added, None
         if spectrum.factors is not None:
             damped = DampedProduct(*spectrum.factors, added)
         return dataclasses.replace(spectrum, values=values, factors=None, damped=damped)
     assert spectrum.factors is not None
+    # (outputs + share) (inputs + share) with shares `root / ratio` and `root * ratio`,
+    # whose product is the damping.
     means = [jnp.mean(x, axis=1, keepdims=True) for x in spectrum.factors]
+    # Without a ratio of the means, both get the root.
     is_zero = (means[0] <= 0) | (means[1] <= 0)
     outputs, inputs = (jnp.where(is_zero, 1, x) for x in means)
     root, ratio = jnp.sqrt(added), jnp.sqrt(inputs / outputs)
@@ -255,6 +265,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
             of_what = "the eigenvalues of a matrix that is positive semidefinite"
             remedy = f"It is added to {of_what}."
             check_at_least("damping", float(damping), 0, remedy)
+        # What is known only at run time is checked there, in one place.
         added = jnp.asarray(damping)
         checks = [
             (_is_askew(basis), _ASKEW)
@@ -270,6 +281,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         self.tags = frozenset({lineax.symmetric_tag})
         self.unravel, self._is_damped = factors.unravel, added > 0
         spectra = map(_spectrum, factors.blocks)
+        # A damping of zero leaves all blocks as they are, without a word about
+        # `factored`.
         if is_traced or float(damping) != 0:
             if factored and any(x.moments is not None for x in factors.blocks):
                 raise ValueError(
@@ -279,6 +292,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
                 )
             settings = {"relative": relative, "factored": factored}
             spectra = (_damped(x, added, **settings) for x in spectra)
+        # Damping of at least 0 keeps this.
         known = {"is_semidefinite": factors.is_semidefinite}
         self.spectra = tuple(dataclasses.replace(x, **known) for x in spectra)
 
@@ -308,6 +322,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
     ) -> "KroneckerOperator":
         """The same; raises an error if an eigenvalue is wrong."""
         checks = ((is_wrong(spectrum), message) for spectrum in self.spectra)
+        # The check must be in the way of all results: a number that nothing needs is
+        # removed.
         zero = error_if(jnp.zeros((), jnp.float32), *checks)
         plus_zero = lambda values: values + zero.astype(values.dtype)
         return self._with(plus_zero, lambda damped: damped.changed(plus_zero))
@@ -376,6 +392,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         values = joined(of_blocks, unravel.dtype)
 
         def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:
+            # Blocks are asked for in order, so each takes its own piece.
             pieces = iter(unravel.split(coordinates))
             return self._tree(lambda spectrum: spectrum.leaves(next(pieces)))
 
@@ -386,6 +403,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         every = jnp.eye(sum(self.unravel.sizes), dtype=self.unravel.dtype)
         flat = lambda tree: joined(jax.tree.leaves(tree), every.dtype)
         matrix = jax.vmap(lambda x: flat(self.mv(self.unravel(x))))(every)
+        # Products are symmetric up to rounding.
         return (matrix + matrix.T) / 2
 
     def as_pytree(self) -> PyTree:
