@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -26,12 +26,8 @@ from .._sites.table import SiteTable
 from .fisher import AbstractFisher
 from .functions import GaussNewtonCurvature
 from .jacobian import AbstractReplicated
-from .pytree import leaves_of_parts, Unravel
-
-
-if TYPE_CHECKING:
-    pass
-from .kronecker_factors import KroneckerBlock, KroneckerFactors
+from .kronecker_blocks import KroneckerBlock
+from .kronecker_factors import KroneckerFactors
 from .kronecker_sums import (
     finished,
     moment_sums,
@@ -40,6 +36,7 @@ from .kronecker_sums import (
     Weighing,
     WeightSharing,
 )
+from .pytree import leaves_of_parts, Unravel
 
 
 # There is always a batch here.

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, TYPE_CHECKING
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -23,10 +23,6 @@ from .._sites.factors import Factors
 from .._sites.formed import gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, uses_of
 from .._sites.table import SiteTable
-
-
-if TYPE_CHECKING:
-    pass
 
 
 WeightSharing = Literal["expand", "reduce"]
