@@ -25,6 +25,7 @@ from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .._base.versions import varying
 from .._batch.arguments import Leaves, Typed
+from .._batch.rows import Rows
 from .._sites.axes import Axes, axes_in, Axis, Named, Role
 from .._sites.contract import contract
 from .._sites.cost import contraction_cost
@@ -129,19 +130,15 @@ class AbstractSiteMatrix(abc.ABC):
         """A key that is equal for pairs of sites with the same terms."""
 
     @abc.abstractmethod
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> Factors:
-        """The factors of some examples, or of one if there are no rows.
+    def factors(self, rows: Rows) -> Factors:
+        """The factors of some examples, or of a single one.
 
         Their `curve` has the second derivatives that go with them.
         """
 
-    def sums(
-        self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> BlockSums:
+    def sums(self, rows: Rows) -> BlockSums:
         """The blocks of the (weighted) sum over the examples."""
-        factors = self.factors(rows, axes, weights)
+        factors = self.factors(rows)
         return BlockSums(self.blocks_of(factors), self.num_cancelled(factors))
 
     @abc.abstractmethod

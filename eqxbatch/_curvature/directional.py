@@ -21,9 +21,10 @@ from .._base.narrow import wide
 from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._base.versions import varying
-from .._batch.arguments import Arguments, RowArrays
+from .._batch.arguments import Arguments
 from .._batch.derivative import like_parameters
 from .._batch.loss import Loss
+from .._batch.rows import Rows
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .fisher import AbstractOfOutputs
 from .functions import (
@@ -50,12 +51,12 @@ class AbstractProduct(AbstractSecondOrder):
         tangents = like_parameters("The vector", args[1], loss.diff)
         curvature = self.curvature(loss)
 
-        def products(rows: RowArrays, weights: Array | None) -> list[Array]:
+        def products(rows: Rows) -> list[Array]:
             # All leaves move along the vector, and all rows of the product are wanted.
             leaves, every = curvature.leaves, [*range(len(tangents))]
             pairs = safe_zip(leaves, tangents)
             local = [vary_as([x], wide(tangent)) for x, tangent in pairs]
-            products = curvature.products(rows, weights, curvature.axes, True)
+            products = curvature.products(rows, is_single=True)
             return products(leaves, every, every)(local)
 
         # The vector is the same for all examples, so their products add up.

@@ -17,9 +17,10 @@ from .._base.checks import check_at_least
 from .._base.dtypes import widened
 from .._base.mesh import error_if
 from .._base.trees import described, shown
+from .._batch.blocks import Blocks
 from .._batch.derivative import AbstractOverExamples
-from .._batch.loss import Loss
 from .._batch.passes import current_passes
+from .._batch.rows import Rows
 from .._batch.transform import Model, Out, P
 
 
@@ -84,24 +85,16 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
                     f"got it with `fisher={self.fisher!r}`. Leave it out."
                 )
 
-    def with_keys(self, loss: Loss) -> Loss:
-        """Appends keys as the last of the rows if anything is drawn at random."""
-        batch, blocks = loss.batch, loss.blocks
+    def keys_of(self, blocks: Blocks | None) -> UInt32[Array, "n words"] | None:
+        """The key of each example of a batch, if anything is drawn at random."""
         if self.key is None or blocks is None:
-            return loss
+            return None
         # The numbers that the key of each example is made from. By the numbers of the
         # examples, keys do not depend on how many examples there are.
         passes = current_passes()
         start = 0 if passes is None else passes.start
         numbers = start + jnp.arange(blocks.total, dtype=jnp.int32)
-        keys = jr.key_data(jax.vmap(jr.fold_in, (None, 0))(self._typed_key, numbers))
-        batch = dataclasses.replace(
-            batch,
-            arrays=[*batch.arrays, keys],
-            axes=(*batch.axes, 0),
-            names=(*batch.names, "`key`"),
-        )
-        return dataclasses.replace(loss, batch=batch)
+        return jr.key_data(jax.vmap(jr.fold_in, (None, 0))(self._typed_key, numbers))
 
     @property
     def _typed_key(self) -> Key[Array, ""]:
@@ -111,11 +104,11 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
         is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         return key if is_typed else jr.wrap_key_data(key)
 
-    def keys(self, row: UInt32[Array, " words"] | None) -> Key[Array, " samples"]:
-        """The keys of all samples of an example, from its `row`."""
+    def keys_of_samples(self, example: Rows) -> Key[Array, " samples"]:
+        """The keys of all samples of an example."""
         key = self._typed_key
-        if row is not None:
-            key = jr.wrap_key_data(row, impl=jr.key_impl(key))
+        if example.keys is not None:
+            key = jr.wrap_key_data(example.keys, impl=jr.key_impl(key))
         return jr.split(key, self.num_samples)
 
 

@@ -33,6 +33,7 @@ from .._base.primitives import LINEAR_IN_ALL, name_of, with_trait
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .._batch.arguments import RowArrays
+from .._batch.rows import Rows
 from .._sites.axes import Axis, EXAMPLE, Named, Role
 from .._sites.cost import forming_cost, num_products
 from .._sites.factors import Factor, Factors
@@ -60,7 +61,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         self,
         program: Program,
         requested: RequestedBlocks,
-        of_outputs: Callable[[list[Array], list[Array]], Seeds],
+        of_outputs: Callable[[list[Array], Rows], Seeds],
         *,
         num_vectors: int,
         has_curve: bool,
@@ -99,15 +100,13 @@ class SiteGaussNewton(AbstractSiteMatrix):
     def kind(self, site: Site, other: Site) -> tuple[int | None, int | None]:
         return self._paired_with(site), self._paired_with(other)
 
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], weights: Array | None
-    ) -> Factors:
+    def factors(self, rows: Rows) -> Factors:
         """Those of the program; the curvature is multiplied by the weights."""
         # Weights come in with the curvature, after the backward pass.
-        factors = self.program.factors(rows, axes, self._directions)
-        if weights is None:
+        factors = self.program.factors(rows, self._directions)
+        if rows.weights is None:
             return factors
-        weights = weights.astype(self._dtype)
+        weights = rows.weights.astype(self._dtype)
         curve = factors.curve
         curve = weights if curve is None else jax.vmap(jnp.multiply)(curve, weights)
         return dataclasses.replace(factors, curve=curve)

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +28,7 @@ from .._base.mesh import vary_as
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .._batch.arguments import RowArrays
+from .._batch.rows import Rows
 from .._sites.axes import Axis, EXAMPLE, Named
 from .._sites.cancel import cancels
 from .._sites.cost import pushed_cost
@@ -146,31 +146,28 @@ class SiteHessian(AbstractSiteMatrix):
         assert flags is not None
         return jnp.sum(flags.array, dtype=jnp.float32)
 
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], weights: Array | None
-    ) -> Factors:
+    def factors(self, rows: Rows) -> Factors:
         """Those of the program, with the changes of each push as their `curve`."""
-        if rows:
-            in_axes = ([*axes], None if weights is None else 0)
-            every = eqx.filter_vmap(self._of_example, in_axes=in_axes)(rows, weights)
-        else:
-            every = jax.tree.map(lambda x: x[None], self._of_example(rows, weights))
+        every = rows.of_each(self._of_example)
+        if not rows.axes:
+            every = jax.tree.map(lambda x: x[None], every)
         operands, cotangents, changes = every
         values = self.program.values()
         return Factors(operands, cotangents, (), values=values, curve=changes)
 
-    def _of_example(self, rows: list[Array], weight: Array | None) -> _Changed:
+    def _of_example(self, example: Rows) -> _Changed:
         """The factors of one example, and how they change."""
         program, closed = self.program, self._closed
         # Perturbations are zero at the point where derivatives are taken.
-        point = program.zeros(self.leaves, rows)
+        point = program.zeros(self.leaves, example.arrays)
         aval = program.jaxpr.outvars[0].aval
         # A weight multiplies the loss, and with it all derivatives.
         seed = full_varying_as(aval, 1)
-        seed = seed if weight is None else seed * weight.astype(aval.dtype)
+        if example.weights is not None:
+            seed = seed * example.weights.astype(aval.dtype)
 
         def run(point: list[Array]) -> list:
-            args = [*point, *self.leaves, *rows, seed]
+            args = [*point, *self.leaves, *example.arrays, seed]
             return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
         # The values themselves are needed as well as their derivatives.

@@ -158,8 +158,8 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        fun = self.with_keys(self.in_microbatches(args, kwargs))
-        diff = fun.diff
+        fun = self.in_microbatches(args, kwargs)
+        diff, keys = fun.diff, self.keys_of(fun.blocks)
         curvature = GaussNewtonCurvature(
             fun, self.loss, fisher=self, if_whole=_IF_WHOLE
         )
@@ -191,7 +191,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             of_rows = functools.partial(_sums, curvature, program, flat)
             traced = curvature.program
             with exact_products(), products_of(traced.closed):
-                of_all, _ = self.total(fun, traced, of_rows, curvature.aux)
+                of_all, _ = self.total(fun, traced, of_rows, curvature.aux, keys)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
             of_all = [sum_except(x, mesh_axes) for x in of_all]
@@ -256,26 +256,22 @@ def _sums(
     curvature: GaussNewtonCurvature,
     program: Program,
     sums: Callable[[Factors, Weighing], list[Array]],
-    rows: list,
-    weights: Array | None,
+    rows: Rows,
 ) -> list[Array]:
     """Adds up what `sums` returns for the factors of some examples at a time."""
-    axes, num_vectors = curvature.axes, curvature.num_vectors
-
+    num_vectors = curvature.num_vectors
     directions = Directions(curvature.of_outputs, (VECTOR,))
 
     def of_rows(rows: Rows) -> list[Array]:
         # The factors of the sites, with as many cotangents as there are vectors.
-        factors = program.factors(rows.arrays, axes, directions)
+        factors = program.factors(rows, directions)
         weighing = Weighing(factors.num, num_vectors, rows.weights, factors.curve)
         return sums(factors, weighing)
 
     # As many examples at a time as have factors of the size that the platform allows.
     kept = _bytes(program.table, num_vectors)
     size = max(1, 4 * platform().factor_bytes // max(kept, 1))
-    total = rows[0].shape[axes[0]]
-    batch = Rows(rows, tuple(axes), total, weights=weights)
-    return accumulated(of_rows, batch, size, Sum())
+    return accumulated(of_rows, rows, size, Sum())
 
 
 def _bytes(table: SiteTable, num_vectors: int) -> int:

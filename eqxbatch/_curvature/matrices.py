@@ -72,8 +72,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
             # other.
             sized = dataclasses.replace(self, block_size=_LEAST_COLUMNS)
         fun = sized.in_microbatches(args, kwargs)
-        if isinstance(self, AbstractFisher):
-            fun = self.with_keys(fun)
+        keys = self.keys_of(fun.blocks) if isinstance(self, AbstractFisher) else None
         # The size of the result is known before anything is computed.
         diff, leaves = fun.diff, jtu.tree_leaves(fun.diff)
         num = sum(x.size for x in leaves)
@@ -96,7 +95,7 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
         blocks = CurvatureBlocks(curvature, requested, self.method, size)
         program = curvature.program
         with products_of(program.closed):
-            sums, aux = self.total(fun, program, blocks.sums, curvature.aux)
+            sums, aux = self.total(fun, program, blocks.sums, curvature.aux, keys)
         # Each device has the sums over its own examples.
         groups = (_over_devices(*x, leaves) for x in safe_zip(blocks.groups, sums))
         matrix = arranged(

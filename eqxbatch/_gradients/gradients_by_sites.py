@@ -125,7 +125,7 @@ def gradients_by_sites(
         return of_whole, of_each
 
     def gradients(rows: Rows) -> Results:
-        factors = program.factors(rows.arrays, example.axes, OF_LOSS)
+        factors = program.factors(rows, OF_LOSS)
         outs, factors = factors.outs, dataclasses.replace(factors, outs=[])
         of_leaves = example.tree([*map(spec_of, example.leaves)])
         specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
