@@ -106,10 +106,11 @@ class AbstractSiteMatrix(abc.ABC):
         # Pairs are alike if their leaves are, and if each of their uses has the same
         # terms. One contraction over stacked factors then has the blocks of all.
         families = {leaf: self._family(leaf) for leaf in requested.leaves}
+        self._uses = {pair: self._uses_of(pair) for pair in requested.pairs}
         alike: dict[Hashable, list[Pair]] = {}
-        for pair in requested.pairs:
+        for pair, uses in self._uses.items():
             first, second = pair
-            kinds = tuple(itertools.starmap(self.kind, self.uses_of(pair)))
+            kinds = tuple(itertools.starmap(self.kind, uses))
             key = (families[first], families[second], kinds)
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
@@ -188,7 +189,7 @@ class AbstractSiteMatrix(abc.ABC):
         values = self.program.value_structs()
         return eqx.filter_eval_shape(count, self.structs(num), values)
 
-    def uses_of(self, pair: Pair) -> list[Use]:
+    def _uses_of(self, pair: Pair) -> list[Use]:
         """All pairs of sites of two leaves."""
         first, second = map(self._sites_of, pair)
         return [*itertools.starmap(Use, itertools.product(first, second))]
@@ -253,7 +254,7 @@ class AbstractSiteMatrix(abc.ABC):
         sums = []
         # Leaves that are alike have their uses in the same order, so the first uses of
         # all pairs are computed at once, then the second ones.
-        for uses in safe_zip(*map(self.uses_of, pairs)):
+        for uses in safe_zip(*(self._uses[pair] for pair in pairs)):
 
             def block(pair: PairFactors, use: Use = uses[0]) -> Array:
                 blocks = (
@@ -274,7 +275,7 @@ class AbstractSiteMatrix(abc.ABC):
             # Pairs that are alike have the same cost.
             cost = contraction_cost(
                 term
-                for use in self.uses_of(pairs[0])
+                for use in self._uses[pairs[0]]
                 for term in self._labelled(use, self._pair(use, factors), factors)
             )
             costs.update(dict.fromkeys(pairs, cost.time))

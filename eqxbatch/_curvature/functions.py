@@ -9,7 +9,7 @@ replaces `C`, such as a product of random vectors, takes fewer.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -158,11 +158,18 @@ class LossCurvature(AbstractCurvature):
         self._answers: dict[frozenset[int], str | None] = {}
 
     def excludes_sites(self, leaves: set[int]) -> bool:
-        # Whatever depends on a leaf with sites depends on their outputs.
+        # What has forward mode in all leaves has it in some: then one answer does for
+        # sites and for products. Whatever depends on a leaf with sites depends on their
+        # outputs.
+        every = range(len(self.leaves))
+        return all(self._without_forward(x) is not None for x in (every, leaves))
+
+    def _without_forward(self, leaves: Iterable[int]) -> str | None:
+        """Why the gradient has no forward mode in some leaves; None if it has."""
         key = frozenset(leaves)
         if key not in self._answers:
             self._answers[key] = self._asked(without_forward_mode, sorted(key))
-        return self._answers[key] is not None
+        return self._answers[key]
 
     def of_sites(
         self, program: Program, requested: RequestedBlocks, counts_cancelled: bool
@@ -210,15 +217,15 @@ class LossCurvature(AbstractCurvature):
 
         Raises `TypeError` if it lacks both modes, or the one that is chosen.
         """
-        is_reverse = self._mode == "rev"
-        ask = without_reverse_mode if is_reverse else without_forward_mode
-
-        def checked(gradient: Linear, point: list[Array]) -> str | None:
-            reason = ask(gradient, point)
-            check_mode(self._mode, "the gradient of `fun`", reason, gradient, point)
-            return reason
-
-        return self._asked(checked, range(len(self.leaves)))
+        every = range(len(self.leaves))
+        if self._mode == "rev":
+            reason = self._asked(without_reverse_mode, every)
+        else:
+            reason = self._without_forward(every)
+        if reason is not None:
+            settings = self._mode, "the gradient of `fun`", reason
+            self._asked(functools.partial(check_mode, *settings), every)
+        return reason
 
     def _asked(
         self, ask: Callable[[Linear, list[Array]], _T], which: Sequence[int]
