@@ -140,7 +140,7 @@ def gradients_by_sites(
 
     def gradients(rows: Rows) -> Results:
         # One forward and one backward pass for everything.
-        factors = program.factors(rows.arrays, example.axes, OF_LOSS)
+        factors = program.factors(rows, OF_LOSS)
         outs, factors = factors.outs, dataclasses.replace(factors, outs=[])
 
         # On a mesh with explicit axes, contractions name no sharding of their own: sums

@@ -19,6 +19,7 @@ from .._base.jaxprs import run_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, zeros_like
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._batch.rows import Rows
 from .axes import Axes
 from .factors import Factors
 from .finder import Finder, Inputs, views_of
@@ -54,7 +55,7 @@ class Directions:
         back to it in place of all directions; None for no such output.
     """
 
-    seeds: Callable[[list[Array], list[Array]], Seeds]
+    seeds: Callable[[list[Array], Rows], Seeds]
     axes: Axes = ()
     paired: Sequence[int | None] = ()
 
@@ -188,19 +189,12 @@ class Program:
         """The types of the values."""
         return jax.eval_shape(lambda: self.values(self.traced.zeros()[0]))
 
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], directions: Directions
-    ) -> Factors:
-        """The factors of some examples, which are the `rows` along these axes.
-
-        Without rows, there is one example.
-        """
-        one = lambda rows: self.of_example(rows, [directions])
-        if rows:
-            examples = jax.vmap(one, ([*axes],))(rows)
-        else:
-            # `jax.vmap` refuses a call without arrays.
-            examples = jax.tree.map(lambda x: x[None], one(rows))
+    def factors(self, rows: Rows, directions: Directions) -> Factors:
+        """The factors of some examples, or of a single one."""
+        examples = rows.of_each(lambda row: self.of_example(row, [directions]))
+        if not rows.axes:
+            # Factors have an axis of examples, also of a single one.
+            examples = jax.tree.map(lambda x: x[None], examples)
         # Outputs have their examples along axis 0, whatever the axes of the rows.
         (pulled,) = examples.pulled
         return Factors(
@@ -215,15 +209,15 @@ class Program:
 
     def of_example(
         self,
-        rows: list[Array],
+        example: Rows,
         directions: Sequence[Directions],
         leaves: list[Array] | None = None,
     ) -> OfExample:
         """The factors of one example, at the program's leaves or at others."""
         leaves = self.leaves if leaves is None else leaves
-        outs, operands, pullback = self.linearize(leaves, rows)
+        outs, operands, pullback = self.linearize(leaves, example.arrays)
         seeded = outs[: self.num_outputs]
-        pulled = [_pulled(x, seeded, rows, pullback) for x in directions]
+        pulled = [_pulled(x, seeded, example, pullback) for x in directions]
         return OfExample(outs, operands, pulled)
 
     def linearize(
@@ -284,11 +278,11 @@ class Program:
 def _pulled(
     directions: Directions,
     outs: list[Array],
-    rows: list[Array],
+    example: Rows,
     pullback: Callable[[list[Array]], list[Array]],
 ) -> Pulled:
     """The cotangents of one example, along the axes of the directions."""
-    seeds, curve = directions.seeds(outs, rows)
+    seeds, curve = directions.seeds(outs, example)
 
     def pull(seeds: Sequence[Array | None]) -> list[Array]:
         # Seeds may be the same for all examples and devices; outputs are not.
