@@ -279,7 +279,10 @@ def check_size(name: str, size: Size | str) -> Size:
     # Digits alone are a number of rows by mistake.
     if isinstance(size, str) and not size.strip().isdecimal():
         size = MemoryBudget(_parse_bytes(size, name))
-    remedy = "It sets the shapes of the compiled program."
+    remedy = (
+        "It sets the shapes of the compiled program. A string such as '500MB' is a "
+        "budget of memory."
+    )
     check_types({name: size}, {name: Size}, {name: remedy}, always=True)
     if size is None or isinstance(size, MemoryBudget):
         return size

@@ -233,6 +233,13 @@ def canonicalise(accumulator: PyTree) -> AbstractAccumulator | None:
         return _FROM_OPTAX[accumulator.name]()
     if isinstance(accumulator, microbatching.Accumulator):
         return _OptaxAccumulator(accumulator)
+    is_class = isinstance(accumulator, type)
+    if is_class and issubclass(accumulator, AbstractAccumulator):
+        name = accumulator.__name__
+        raise TypeError(
+            f"Unknown accumulator {name}, which is a class. Pass an instance of it, "
+            f"such as `{name}()`."
+        )
     raise TypeError(
         f"Unknown accumulator {described(accumulator)}. "
         "`accumulator` takes a PyTree prefix of the output whose leaves are "

@@ -7,7 +7,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Real
 
 from .._base.tables import AbstractTabular, Table
-from .._base.trees import safe_zip
+from .._base.trees import import_extra, safe_zip
 from .kronecker_blocks import AbstractKroneckerFactors, KroneckerBlock
 from .pytree import Unravel
 
@@ -80,6 +80,7 @@ class KroneckerFactors(AbstractKroneckerFactors, AbstractTabular):
         `corrected` block are not orthogonal because they were averaged.
         """
         # Its class is one of lineax, which is optional.
+        import_extra("lineax", "KroneckerFactors.operator", "linalg")
         from .kronecker_operator import KroneckerOperator
 
         return KroneckerOperator(self, damping, relative=relative, factored=factored)

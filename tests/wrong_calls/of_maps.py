@@ -748,7 +748,12 @@ ACCUMULATORS = [
         TypeError,
         "Variance",
     ),
-    Case("Max", reduced(eqxbatch.Max), TypeError, "Unknown accumulator"),
+    Case(
+        "Max",
+        reduced(eqxbatch.Max),
+        TypeError,
+        r"Unknown accumulator Max, which is a class.* `Max\(\)`",
+    ),
     Case(
         "Max",
         lambda: vmap(accumulator=eqxbatch.Max())(x.astype(complex)),
