@@ -203,6 +203,14 @@ class Batch(eqx.Module):
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
             remedy = "Fix the shapes, or use `in_axes` to name another axis or None."
+            # A model is most often meant to be shared.
+            first = self.names[0].strip("`").partition(".")[0]
+            num = sum(name.startswith(f"`{first}.") for name in self.names)
+            if 1 < num < len(self.names):
+                remedy += (
+                    f" If all examples share `{first}`, as they do a model, its axis "
+                    "is None: of two arguments, `in_axes=(None, 0)`."
+                )
             # One key in place of one for each example has a remedy of its own.
             for name, x in safe_zip(self.names, self.arrays):
                 if is_one_key(x):
