@@ -57,9 +57,9 @@ class ProductBasis(eqx.Module):
         if self.values is None or self.damped is not None:
             # A side with none of the steps keeps the factors of the plain kernel.
             steps = bases if self.times else (None, None)
-            pairs = [Coordinates(*rotated(use, layout, steps)) for use in flat]
+            pairs = [rotated(use, layout, steps) for use in flat]
             if self.times < 2:
-                return pairs
+                return [Coordinates(*pair) for pair in pairs]
             both = safe_zip(pairs, flat)
             return [self._back(*pair, use.is_swapped) for pair, use in both]
         # Other values have no such form: the sum of the products is formed, and scaled.
