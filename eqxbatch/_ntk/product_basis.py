@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
 from .._base.trees import safe_zip
-from .._curvature.damped_product import DampedProduct
 from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated
+from .._curvature.spectrum import DampedProduct
 from .._sites.factors import Factors
 from .._sites.kronecker import AxisRoles, Part
 
