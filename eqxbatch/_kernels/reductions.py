@@ -181,6 +181,7 @@ class KernelProduct(AbstractReduction[Total]):
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
         wide = sum_dtype(jax.ShapeDtypeStruct((), dtype))
+        # A row is the sum of one product for each block of columns: at most `n2`.
         return _begun(jnp.zeros(shape, wide), kernel.shape[1], dtype)
 
     def update(
@@ -188,6 +189,7 @@ class KernelProduct(AbstractReduction[Total]):
     ) -> Total:
         vectors = columns.take(self.vectors).astype(state.dtype)
         tile, wide = tile.astype(state.dtype), state.total.dtype
+        # [rows, columns, ...] and [columns, k] make [rows, ..., k].
         with exact_products():
             part = jnp.tensordot(
                 tile, vectors, ((1,), (0,)), preferred_element_type=wide
@@ -213,6 +215,7 @@ class Norm(eqx.Module):
 
     @staticmethod
     def begun(kernel: jax.ShapeDtypeStruct) -> "Norm":
+        # Real, also for a complex kernel.
         zero = jnp.zeros((), jnp.finfo(sum_dtype(kernel)).dtype)
         return Norm(zero, _begun(zero, most_blocks(kernel), zero.dtype))
 
@@ -228,8 +231,10 @@ class Norm(eqx.Module):
 
     def including(self, tile: Array) -> "Norm":
         """The norm with the entries of one more tile."""
+        # A norm is the same for any scale, which has no derivative for that reason.
         top = jnp.max(jnp.abs(lax.stop_gradient(tile)), initial=0)
         new = dataclasses.replace(self, largest=jnp.maximum(self.largest, top))
+        # The square of a complex entry is that of its two parts, which need no root.
         is_real = jnp.issubdtype(tile.dtype, jnp.floating)
         parts = [tile] if is_real else [jnp.real(tile), jnp.imag(tile)]
         squares = [jnp.sum((part / new.scale) ** 2) for part in parts]
@@ -378,6 +383,7 @@ class TopK(AbstractReduction[_Nearest]):
                 f"{self.k}."
             )
         shape = (kernel.shape[0], self.k)
+        # Any entry is at least as large as these, which stand for no column.
         values = jnp.full(shape, -jnp.inf, kernel.dtype)
         return _Nearest(values, jnp.full(shape, -1, jnp.int32), kernel.shape[1])
 
@@ -439,6 +445,8 @@ def _missing(
     """The columns with these ranks among those that are not taken, for each row."""
     taken = jnp.sort(taken, axis=1)
     # The number of columns before each taken column that are not taken.
+    # If 1 and 3 are taken, 1 and 2 columns before them are not. Ranks 0, 1 and 2 pass
+    # none, one and both of them: columns 0, 2 and 4.
     before = taken - jnp.arange(taken.shape[1], dtype=jnp.int32)[None]
     passed = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(before, rank)
     return rank + passed.astype(jnp.int32)

@@ -49,7 +49,7 @@ BREAKAGES = [
     Breakage(
         "a column of a complex kernel on disk is mirrored without conjugate",
         "Reader.column",
-        "np.concatenate([column, _numpy_conj(rest)])",
+        "np.concatenate([column, _numpy_conj(below)])",
         "np.concatenate([column, rest])",
         "tests/kernels -k is_the_kernel",
     ),
