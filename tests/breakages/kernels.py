@@ -50,7 +50,7 @@ BREAKAGES = [
         "a column of a complex kernel on disk is mirrored without conjugate",
         "Reader.column",
         "np.concatenate([column, _numpy_conj(below)])",
-        "np.concatenate([column, rest])",
+        "np.concatenate([column, below])",
         "tests/kernels -k is_the_kernel",
     ),
     Breakage(
