@@ -23,7 +23,7 @@ from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._batch.blocks import Block
 from .kernel import AbstractBlockKernel, KernelLeaf
-from .reductions import AbstractReduction
+from .reductions import AbstractReduction, AbstractTwoSided
 
 
 def where_new(
@@ -83,6 +83,19 @@ class Collector:
         state = reduction.update(state, tile, rows, columns)
         self._check("update(...)", state, _State)
         return state
+
+    def update_mirrored(
+        self,
+        reduction: AbstractTwoSided,
+        state: PyTree[Array],
+        tile: Array,
+        rows: Block,
+        columns: Block,
+        are_new: Bool[Array, "rows columns"] | None,
+    ) -> PyTree[Array]:
+        """The state after the conjugate transpose of a tile; see `AbstractTwoSided`."""
+        tile = where_new(are_new, self.leaf.front(tile), reduction.neutral)
+        return reduction.update_mirrored(state, tile, rows, columns)
 
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
         """The result."""

@@ -6,6 +6,7 @@ a panel is combined with itself and with half of the other panels.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from .collect import (
 )
 from .grid import Grid, Index, Tile
 from .kernel import AbstractBlockKernel
+from .reductions import AbstractTwoSided
 
 
 class Kept(NamedTuple):
@@ -190,22 +192,45 @@ class Tiles:
             for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
         ]
         are_new = _new_entries(grid, pair, counts)
-        images = [(tile.arrays, blocks, are_new)]
+        updated = [
+            collector.update(state, x, *blocks, are_new)
+            for collector, state, x in safe_zip(
+                self.collectors, states.arrays, tile.arrays
+            )
+        ]
         if grid.is_symmetric and not is_diagonal:
-            # The same entries are new in the mirror image, which goes to exchanged
-            # blocks.
-            are_new = None if are_new is None else are_new.T
-            images.append((self.kernel.mirror(tile.arrays), blocks[::-1], are_new))
-        updated = []
-        for i, (collector, state) in enumerate(
-            safe_zip(self.collectors, states.arrays)
-        ):
-            # Arrays with rows only, or columns only, need no mirror image.
-            needed = images if collector.leaf.is_pairwise else images[:1]
-            for image, (rows, columns), are_new in needed:
-                state = collector.update(state, image[i], rows, columns, are_new)
-            updated.append(state)
+            updated = self._update_mirrored(updated, tile.arrays, blocks, are_new)
         return States(updated, tile.and_before(states.is_symmetric))
+
+    def _update_mirrored(
+        self,
+        states: list[PyTree[Array]],
+        tile: list[Array],
+        blocks: Sequence[Block],
+        are_new: Bool[Array, "rows columns"] | None,
+    ) -> list[PyTree[Array]]:
+        """The states after the mirror image of a tile, which has these blocks."""
+        mirror, updated = self.kernel.mirror, []
+        # Made only where it is needed, and once for all.
+        mirrored = functools.cache(lambda: mirror(tile))
+        for i, (collector, state) in enumerate(safe_zip(self.collectors, states)):
+            reduction = collector.reduction
+            # Arrays with rows only, or columns only, have no mirror image.
+            if not collector.leaf.is_pairwise:
+                updated.append(state)
+            elif mirror.is_transpose and isinstance(reduction, AbstractTwoSided):
+                updated.append(
+                    collector.update_mirrored(
+                        reduction, state, tile[i], *blocks, are_new
+                    )
+                )
+            else:
+                # The same entries are new, in exchanged blocks.
+                of_image = None if are_new is None else are_new.T
+                updated.append(
+                    collector.update(state, mirrored()[i], *blocks[::-1], of_image)
+                )
+        return updated
 
     def num_nans(
         self, tile: list[Array], pair: Int[Array, "2"], is_diagonal: bool

@@ -40,7 +40,7 @@ from .grid import Grid, Sizes
 from .kernel import AbstractBlockKernel, compared_step, is_close
 from .on_devices import MeshAxis
 from .on_host import check_solve, Destination
-from .reductions import AbstractReduction, KernelProduct
+from .reductions import AbstractTwoSided, KernelProduct
 
 
 class AbstractKernelMatrix(eqx.Module):
@@ -74,7 +74,7 @@ class AbstractKernelMatrix(eqx.Module):
         """One column; `index` is in range."""
 
 
-class _OfTranspose(AbstractReduction[Total]):
+class _OfTranspose(AbstractTwoSided[Total]):
     """The product of the transpose of a kernel with two axes."""
 
     is_sum: ClassVar[bool] = True
@@ -90,7 +90,13 @@ class _OfTranspose(AbstractReduction[Total]):
         return self.reduction.init(struct)
 
     def update(self, state: Total, tile: Array, rows: Block, columns: Block) -> Total:
-        return self.reduction.update(state, tile.T, columns, rows)
+        # The transpose is the mirror image of the conjugate.
+        return self.reduction.update_mirrored(state, jnp.conj(tile), rows, columns)
+
+    def update_mirrored(
+        self, state: Total, tile: Array, rows: Block, columns: Block
+    ) -> Total:
+        return self.reduction.update(state, jnp.conj(tile), rows, columns)
 
     def merge(self, first: Total, second: Total) -> Total:
         return self.reduction.merge(first, second)
