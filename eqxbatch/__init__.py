@@ -57,10 +57,8 @@ from ._kernels.reductions import (
 from ._kernels.solve import kernel_solve as kernel_solve
 from ._kernels.top_k import TopK as TopK
 from ._maps.grid_vmap import filter_grid_vmap as filter_grid_vmap, grid as grid
-from ._maps.micro_vmap import (
-    filter_micro_vmap as filter_micro_vmap,
-    filter_microbatch as filter_microbatch,
-)
+from ._maps.micro_vmap import filter_micro_vmap as filter_micro_vmap
+from ._maps.microbatch import filter_microbatch as filter_microbatch
 from ._ntk.empirical import (
     EmpiricalKernel as EmpiricalKernel,
     EmpiricalNNGP as EmpiricalNNGP,

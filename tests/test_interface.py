@@ -81,14 +81,23 @@ def test_without_lineax_and_without_checks():
         "importlib.util.find_spec = lambda n: None if n == 'lineax' else find(n); "
         "from eqxbatch import *; import eqxbatch; "
         "print('GGNOperator' in dir(eqxbatch), 'grid' in dir(eqxbatch)); "
-        "print(eqxbatch.Concat('0').axis)"
+        "print(eqxbatch.Concat('0').axis)\n"
+        "for name, call in {\n"
+        "    'KroneckerFactors.operator': eqxbatch.results.KroneckerFactors.operator,\n"
+        "    'kernel_solve': lambda _: eqxbatch.kernel_solve(min, 1.0, 1.0, ridge=1),\n"
+        "}.items():\n"
+        "    try:\n"
+        "        call(None)\n"
+        "    except ImportError as e:\n"
+        "        print(str(e) == f'`{name}` needs lineax: pip install '\n"
+        "              '\"equinox-batch[linalg]\".')"
     )
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "JAXTYPING_DISABLE": "1"}
     found = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == ["False", "True", "0"]
+    assert found.stdout.split() == ["False", "True", "0", "True", "True"]
     assert importlib.util.find_spec("lineax") is not None
 
 

@@ -157,6 +157,19 @@ def test_contributing_names_what_there_is():
     assert sorted(listed) == sorted(folders)
     for path in re.findall(r"`((?:\.ci|tests|benchmarks)/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"`(_\w+/\w+\.py)`", text):
+        assert (ROOT / "eqxbatch" / path).exists(), path
+
+
+def test_the_walk_of_a_call_names_what_there_is():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    stops = re.findall(r"^\| (\d+) \| `([\w/.]+)`: ([^|]+?) \|", text, re.M)
+    assert [int(number) for number, *_ in stops] == [*range(1, 16)]
+    for _, path, named in stops:
+        source = (ROOT / "eqxbatch" / path).read_text()
+        for name in re.findall(r"`([\w.]+)`", named.partition(", by")[0]):
+            what = re.compile(rf"^ *(class|def) {name.rpartition('.')[2]}\b", re.M)
+            assert what.search(source), (path, name)
 
 
 @pytest.mark.parametrize("breakage", breakages.BREAKAGES, ids=lambda x: x.name)

@@ -13,9 +13,14 @@ from eqxbatch import (
     GGNOperator,
     HessianOperator,
     KernelOperator,
+    Mean,
     over_batches,
 )
 from eqxbatch._base.tables import Table
+from eqxbatch._base.traced_function import TracedFunction
+from eqxbatch._batch.rows import Rows
+from eqxbatch._batch.slots import as_slots
+from eqxbatch._gradients.clipping import clipping_groups
 from .helpers import drawn
 
 
@@ -99,3 +104,15 @@ def test_others_are_one_line():
     state = over_batches(grad).init(DEEP, (X, Y))
     assert repr(state) == "StreamState(examples in each pass: 0)"
     assert repr(factors().unravel) == "Unravel(247 numbers in 26 arrays)"
+    bounds, tree = {"a": 1.0, "b": None}, {"a": (X, X), "b": X}
+    groups = clipping_groups(bounds, None, None, False, tree)
+    assert repr(groups) == "<leaves in groups [0, 1], [2], scaled by bounds>"
+
+
+def test_what_travels_is_one_line():
+    rows = Rows([X, Y], (0, 0), 5, weights=jnp.ones(5))
+    assert repr(rows) == "Rows(5 examples in [f32[5,2], i32[5]] with weights)"
+    program = TracedFunction(lambda w, rows: w @ rows[0], jnp.ones(2), [X], [0])
+    assert repr(program) == "TracedFunction([f32[2]] and [f32[5,2]] -> f32[])"
+    struct = {"norm": jax.ShapeDtypeStruct((), jnp.float32)}
+    assert repr(as_slots(Mean(), struct)) == "Slots(Mean() for output['norm'])"

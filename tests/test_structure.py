@@ -10,6 +10,7 @@ import re
 import pytest
 
 import eqxbatch
+from eqxbatch._sites import rules, view_rules
 
 
 pytestmark = pytest.mark.quick
@@ -85,7 +86,7 @@ def test_all_transitive_checks_see_files():
     assert any("eqxbatch._base" in name for path in FILES for name in imports(path))
 
 
-_VARIABLES = "__abstractclassvars__"
+_VARIABLES = ("__abstractvars__", "__abstractclassvars__")
 
 
 def test_classes_are_abstract_or_final():
@@ -97,8 +98,10 @@ def test_classes_are_abstract_or_final():
     }
     assert len(classes) > 15
     for cls in classes:
-        # In Equinox, a class is abstract, too, if it leaves a class variable open.
-        is_abstract = inspect.isabstract(cls) or any(cls.__dict__.get(_VARIABLES, ()))
+        # In Equinox, a class is abstract, too, if it leaves a field or a class variable
+        # open.
+        is_open = any(cls.__dict__.get(name) for name in _VARIABLES)
+        is_abstract = inspect.isabstract(cls) or is_open
         named_abstract = cls.__name__.lstrip("_").startswith("Abstract")
         assert is_abstract == named_abstract, cls
         for base in cls.__mro__[1:]:
@@ -200,3 +203,9 @@ def test_only_one_file_depends_on_versions_of_jax():
     for path in FILES:
         if path != VERSIONS:
             assert [*of_versions(path)] == [], path
+
+
+def test_rules_of_primitives_have_worked_examples():
+    # One that is to be read before its code has numbers.
+    for rule in {*rules._RULES.values(), *view_rules._VIEWS.values()}:
+        assert re.search(r"\d", inspect.getdoc(rule) or ""), rule

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .jaxpr_types import Atom, Aval, Eqn, Jaxpr, JaxprAndConsts, Var
-from .jaxprs import callee, inner_jaxprs, inner_programs, run_equations
+from .jaxprs import callee, equations_in, inner_jaxprs, inner_programs, run_equations
 from .primitives import (
     IDENTITIES,
     LINEAR_IN_ALL,
@@ -40,6 +40,7 @@ OTHER, ZERO, LINEAR = "other", "zero", "linear"
 
 def unique_inputs(eqn: Eqn) -> list[int]:
     """The distinct variables among the inputs of an equation."""
+    # A variable that is two inputs is one argument: its derivative has both shares.
     first: dict[Var, int] = {}
     for i, atom in enumerate(eqn.invars):
         if not isinstance(atom, jex.Literal):
@@ -79,6 +80,7 @@ class Along(NamedTuple):
         `in_loops` is as for `kinds_of`.
         """
         kinds = [OTHER for _ in self.avals] + [LINEAR for _ in self.cotangents]
+        # An effect happens as often for a small cotangent as for a large one.
         if backward.jaxpr.effects:
             return "side effects"
         outs = kinds_of(backward.jaxpr, kinds, in_loops=in_loops)
@@ -131,18 +133,22 @@ def custom_backward(
 
     `is_example` says which of its inputs differ between examples.
     """
-    found: list[bool] = []
-    _batched(closed.jaxpr, is_example, found)
-    return CustomBackward(not found, all(found))
+    # Most programs have none, which the names of their equations tell at once.
+    names = {eqn.primitive.name for eqn in equations_in(closed)}
+    if not [name for name in names if name.startswith(_OWN_BACKWARD)]:
+        return CustomBackward(is_linear=True, has_examples=True)
+    are_batched: list[bool] = []
+    _batched(closed.jaxpr, is_example, are_batched)
+    return CustomBackward(not are_batched, all(are_batched))
 
 
 def _batched(
-    jaxpr: Jaxpr, inputs: Sequence[bool], found: list[bool] | None = None
+    jaxpr: Jaxpr, inputs: Sequence[bool], are_batched: list[bool] | None = None
 ) -> list[bool]:
     """Which outputs of a jaxpr `jax.vmap` batches, if it batches these inputs.
 
     For each backward pass in it that is not known to be linear, whether it is batched
-    is added to `found`.
+    is added to `are_batched`.
     """
     differs = {v for v, marked in safe_zip(jaxpr.invars, inputs) if marked}
     marked_among = lambda atoms: [
@@ -151,20 +157,25 @@ def _batched(
     for eqn in jaxpr.eqns:
         marks = marked_among(eqn.invars)
         if has_own_backward(eqn):
-            if found is not None and not _is_known(jaxpr, eqn):
-                found.append(any(marks))
+            # Its rule takes the place of all derivatives inside, whatever these are.
+            if are_batched is not None and not _is_known(jaxpr, eqn):
+                are_batched.append(any(marks))
             outs = _batched_by(eqn, marks, None)
         else:
-            outs = _batched_by(eqn, marks, found)
+            outs = _batched_by(eqn, marks, are_batched)
         if any(outs):
             differs |= {v for v, marked in safe_zip(eqn.outvars, outs) if marked}
     return marked_among(jaxpr.outvars)
 
 
+# How the names of primitives begin whose backward pass may be that of an author. An
+# object of a class that no table knows may have one, too.
+_OWN_BACKWARD = ("custom_vjp", "linear_call", OF_CLASSES)
+
+
 def has_own_backward(eqn: Eqn) -> bool:
     """Whether the author of a function wrote the backward pass of an equation."""
-    # An object of a class that no table knows may have one, too.
-    return name_of(eqn).startswith(("custom_vjp", "linear_call", OF_CLASSES))
+    return name_of(eqn).startswith(_OWN_BACKWARD)
 
 
 def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:
@@ -181,7 +192,9 @@ def _is_known(jaxpr: Jaxpr, eqn: Eqn) -> bool:
     return along.why_nonlinear(backward, in_loops=True) is None
 
 
-def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[bool]:
+def _batched_by(
+    eqn: Eqn, marks: list[bool], are_batched: list[bool] | None
+) -> list[bool]:
     """Which outputs of an equation `jax.vmap` batches, as `_batched`."""
     programs = inner_jaxprs(eqn)
     if not programs:
@@ -190,35 +203,35 @@ def _batched_by(eqn: Eqn, marks: list[bool], found: list[bool] | None) -> list[b
     # Loops: what one step carries may be batched by a later one.
     if name == "scan":
         sizes = scan_sizes(eqn)
-        return _of_loop(programs[0], marks, sizes.consts, sizes.carry, found)
+        return _of_loop(programs[0], marks, sizes.consts, sizes.carry, are_batched)
     if name == "while":
         first = params["cond_nconsts"]
         condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
         of_body, num = marks[first:], params["body_nconsts"]
-        carried = _of_loop(body, of_body, num, len(of_body) - num, found)
+        carried = _of_loop(body, of_body, num, len(of_body) - num, are_batched)
         # With a batched condition, each example takes its own number of steps.
         is_batched = any(_batched(condition, [*marks[:first], *carried]))
         return [is_batched or marked for marked in carried]
     # Branches: with a batched index, all of them run, and outputs are selected.
     if name == "cond" and not marks[0]:
-        outs = [_batched(branch, marks[1:], found) for branch in programs]
+        outs = [_batched(branch, marks[1:], are_batched) for branch in programs]
         return [any(branches) for branches in safe_zip(*outs)]
     if name == "cond":
         for branch in programs:
-            _batched(branch, [True for _ in branch.invars], found)
+            _batched(branch, [True for _ in branch.invars], are_batched)
     # Other programs: of unknown ones, only custom backward passes are looked for.
     elif len(programs) == 1 and len(programs[0].invars) == len(marks):
-        outs = _batched(programs[0], marks, found)
+        outs = _batched(programs[0], marks, are_batched)
         if len(outs) == len(eqn.outvars):
             return outs
     else:
         for inner in programs:
-            _batched(inner, [False for _ in inner.invars], found)
+            _batched(inner, [False for _ in inner.invars], are_batched)
     return [any(marks) for _ in eqn.outvars]
 
 
 def _of_loop(
-    body: Jaxpr, marks: list[bool], first: int, num: int, found: list[bool] | None
+    body: Jaxpr, marks: list[bool], first: int, num: int, are_batched: list[bool] | None
 ) -> list[bool]:
     """As `_batched_by`, for a body of `first` constants that carries `num` arrays."""
     marks = [*marks]
@@ -227,13 +240,15 @@ def _of_loop(
         # What a step carries is the input of the next.
         carried = [a or b for a, b in safe_zip(marks[first : first + num], outs[:num])]
         if carried == marks[first : first + num]:
-            _batched(body, marks, found)
+            # Only now, because the marks of earlier rounds may have been too few.
+            _batched(body, marks, are_batched)
             return [*carried, *outs[num:]]
         marks[first : first + num] = carried
 
 
 def needed_equations(jaxpr: Jaxpr) -> list[Eqn]:
     """The equations that the outputs of a jaxpr depend on."""
+    # From the end: what reads a result comes after what computes it.
     needed = {atom for atom in jaxpr.outvars if not isinstance(atom, jex.Literal)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
@@ -252,14 +267,15 @@ def kinds_of(
     With `in_loops`, `scan` and `cond` can be linear, too, although JAX does not
     transpose all of these.
     """
-    known = dict.fromkeys(jaxpr.constvars, OTHER)
-    known.update(safe_zip(jaxpr.invars, inputs))
+    kind_by_var = dict.fromkeys(jaxpr.constvars, OTHER)
+    kind_by_var.update(safe_zip(jaxpr.invars, inputs))
 
     def kind_of(atom: Atom) -> str:
         if isinstance(atom, jex.Literal):
             return OTHER if np.any(np.asarray(atom.val) != 0) else ZERO
-        return known[atom]
+        return kind_by_var[atom]
 
+    # An equation that no output depends on may be anything.
     for eqn in needed_equations(jaxpr):
         kinds = [kind_of(atom) for atom in eqn.invars]
         closed = callee(eqn)
@@ -279,7 +295,7 @@ def kinds_of(
             outs = [ZERO if _is_zero(eqn, kinds) else OTHER for _ in eqn.outvars]
         if isinstance(outs, str):
             return outs
-        known.update(safe_zip(eqn.outvars, outs))
+        kind_by_var.update(safe_zip(eqn.outvars, outs))
     return [kind_of(atom) for atom in jaxpr.outvars]
 
 
@@ -288,11 +304,18 @@ def _joined(first: Sequence[str], second: Sequence[str]) -> list[str] | str:
     pairs = [*safe_zip(first, second)]
     if any({*pair} == {OTHER, LINEAR} for pair in pairs):
         return "a value that depends on the cotangent in some steps or branches only"
+    # Zero is linear as well, and a constant, too.
     return [a if b == ZERO else b for a, b in pairs]
 
 
 def _in_scan(eqn: Eqn, kinds: list[str]) -> list[str] | str:
+    """`*carry, *ys = scan[jaxpr] *consts *carry *xs`: what the carry becomes at last.
+
+    For `carry + g`, from zero and with a cotangent `g`, it is linear; from one, it is
+    not known to be.
+    """
     first, num = scan_sizes(eqn)
+    # A sum begins with zero and is linear after one step: repeat until nothing changes.
     body, kinds = eqn.params["jaxpr"].jaxpr, [*kinds]
     while True:
         outs = kinds_of(body, kinds, in_loops=True)
@@ -307,6 +330,10 @@ def _in_scan(eqn: Eqn, kinds: list[str]) -> list[str] | str:
 
 
 def _in_cond(eqn: Eqn, kinds: list[str]) -> list[str] | str:
+    """`*ys = cond[branches] i *xs`: what fits all branches.
+
+    Of a cotangent `g`, `2 * g` and 0 are linear, and `2 * g` and 1 are not.
+    """
     if kinds[0] == LINEAR:
         return "a `cond` that depends on the cotangent"
     joined: list[str] | str = [ZERO for _ in eqn.outvars]
@@ -319,6 +346,10 @@ def _in_cond(eqn: Eqn, kinds: list[str]) -> list[str] | str:
 
 
 def _in_linear_call(eqn: Eqn, kinds: list[str]) -> list[str] | str:
+    """`*ys = linear_call[jaxpr] *xs`: what its program returns.
+
+    The author promises that it is linear; `3 * g` is, and `g * g` is not.
+    """
     (closed,) = inner_programs(eqn)
     return kinds_of(closed.jaxpr, kinds, in_loops=True)
 
@@ -348,8 +379,10 @@ def _is_linear_equation(eqn: Eqn, kinds: Sequence[str]) -> bool:
     if name == "convert_element_type" and eqn.params["new_dtype"].itemsize < 2:
         # A cast to so few bits is what the backward pass is for, as in FP8 training.
         return False
+    # A product of two values that depend on the cotangent is of second order.
     if name in LINEAR_IN_EACH:
         return [*kinds].count(LINEAR) == 1
+    # Linear in the numerator, if the denominator does not depend on the cotangent.
     if name == "div":
         return kinds[1] != LINEAR
     # Inputs that are linear together: a constant among them would be added.

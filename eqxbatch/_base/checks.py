@@ -11,7 +11,7 @@ import operator
 import types
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,12 +24,14 @@ from .trees import described, shown
 
 def check_one_of(name: str, value: object, options: Sequence[Any]) -> None:
     """Raises `ValueError` if a value is none of several."""
+    # By type as well, because True equals 1.
     if not any(type(x) is type(value) and x == value for x in options):
         raise ValueError(f"`{name}` must be one of {tuple(options)}; got {value!r}.")
 
 
 def check_at_least(name: str, value: Any, least: int | float, remedy: str = "") -> None:
     """Raises `ValueError` if a number is too small."""
+    # In this form, NaN raises, too.
     if not value >= least:
         message = f"`{name}` must be at least {least}; got {shown(value)}. {remedy}"
         raise ValueError(message.rstrip())
@@ -60,6 +62,14 @@ def is_none(x: object) -> bool:
     return x is None
 
 
+class PrefixLeaf(NamedTuple):
+    """A leaf of a prefix, its path, and what of the PyTree it is for."""
+
+    path: tuple
+    leaf: Any
+    subtree: PyTree
+
+
 def match_prefix(
     name: str,
     spec: PyTree,
@@ -67,17 +77,17 @@ def match_prefix(
     what: str,
     remedy: str = "",
     is_leaf: Callable[[Any], bool] = is_none,
-) -> list[tuple[tuple, Any, PyTree]]:
+) -> list[PrefixLeaf]:
     """The leaves of a prefix of `tree`, each with its path and its subtree.
 
     Raises `ValueError` if `spec` is not a prefix. `name`, `what` (the expected
     argument) and `remedy` are used in the message.
     """
-    places: list[tuple[tuple, Any, PyTree]] = []
+    places: list[PrefixLeaf] = []
+    # JAX checks the prefix as it goes through it.
+    add = lambda *place: places.append(PrefixLeaf(*place))
     try:
-        jtu.tree_map_with_path(
-            lambda *place: places.append(place), spec, tree, is_leaf=is_leaf
-        )
+        jtu.tree_map_with_path(add, spec, tree, is_leaf=is_leaf)
     except (TypeError, ValueError) as e:
         got = f"got {shown(spec)} for {shown(tree)}"
         raise ValueError(f"`{name}` must be {what}; {got}. {remedy}".rstrip()) from e
@@ -86,6 +96,7 @@ def match_prefix(
 
 def as_int(x: Any) -> int | None:
     """Converts an int, or an int-like value, to an int; None for others and bools."""
+    # Python takes a bool for an int, where it is a mistake.
     if isinstance(x, bool):
         return None
     try:
@@ -103,6 +114,7 @@ _LIBRARIES = (
 
 def warn_user(message: str) -> None:
     """Warns at the innermost line that belongs to no library."""
+    # A warning at a line of a library would be shown once, for all users of it.
     level, frame = 1, inspect.currentframe()
     name = lambda frame: str(frame.f_globals.get("__name__", ""))
     while frame is not None and name(frame).partition(".")[0] in _LIBRARIES:
@@ -122,6 +134,7 @@ def without_layers(trace: types.TracebackType | None) -> types.TracebackType | N
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
+    # Each entry of a traceback has the next one inside: the last one is made first.
     for frame in reversed(frames):
         if not str(frame.tb_frame.f_globals.get("__name__")).startswith(_LAYERS):
             place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
@@ -145,6 +158,7 @@ def is_one_key(x: object) -> bool:
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.shape == ()
+    # An untyped key is no different from two numbers.
     return x.shape == (2,) and x.dtype == jnp.uint32
 
 
@@ -201,6 +215,7 @@ def _wrong_arguments(
     args: tuple[object, ...],
     kwargs: dict[str, Any],
 ) -> str | None:
+    # `*args` and `**kwargs` are no names that a user could pass.
     parameters = {
         key: parameter
         for key, parameter in signature.parameters.items()
@@ -230,6 +245,7 @@ def _wrong_arguments(
             f"`{name}` takes {' and '.join(first) or 'nothing'} by position, and got "
             f"{described(extra)} as well. Give settings by keyword{example}."
         )
+    # Python names only the first of these.
     missing = [
         f"`{key}`"
         for key, parameter in parameters.items()
@@ -261,6 +277,7 @@ def hidden_module(x: Any) -> eqx.Module | None:
 
 def no_arrays_remedy(x: object) -> str:
     """A remedy for an argument without arrays; empty if the mistake is not common."""
+    # From the most special mistake to the most general one, which would fit as well.
     module = hidden_module(x)
     if module is not None and module is not x:
         name = type(module).__name__
@@ -268,10 +285,12 @@ def no_arrays_remedy(x: object) -> str:
             f" It is a {name} in `jax.jit`, `jax.vmap` or `jax.pmap`, which hides the "
             f"arrays of the {name}: give the {name} itself. eqxbatch compiles it."
         )
+    # JAX looks into PyTrees only, and so not into an instance of any class.
     if inspect.ismethod(x) and unseen_arrays(x.__self__):
         return f" It is a method of {unseen_arrays(x.__self__)}"
     if unseen_arrays(x):
         return f" It is {unseen_arrays(x)}"
+    # What a function closes over is a part of its program.
     if inspect.isroutine(x):
         return (
             " It is a function, and the arrays of a module that it calls are constants "
@@ -293,6 +312,7 @@ def unseen_arrays(x: object) -> str:
     Empty for any other object.
     """
     has_arrays = lambda value: any(map(eqx.is_array, jtu.tree_leaves(value)))
+    # JAX sees the arrays of a PyTree, and a class has none.
     if isinstance(x, type) or not jtu.all_leaves([x]):
         return ""
     names = [
@@ -353,6 +373,7 @@ def called(
     try:
         return fun(*args, **kwargs)
     except (IndexError, TypeError, ValueError) as e:
+        # The error stays the user's, with a note on what the call was.
         is_jitted = hasattr(fun, "lower") and not isinstance(fun, eqx.Module)
         # The start of JAX's own message.
         if is_jitted and "Error interpreting argument to" in str(e):
@@ -361,6 +382,7 @@ def called(
                 "arguments contain something else, such as a module. Leave `jax.jit` "
                 "out: eqxbatch compiles `fun`."
             )
+        # Arguments that do not fit the signature have not reached the function.
         if not _takes(fun, args, kwargs):
             texts = [shown(x).partition(" with the arrays")[0] for x in args]
             texts += (f"`{name}` by name" for name in kwargs)

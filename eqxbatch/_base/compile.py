@@ -186,10 +186,10 @@ def compiled(
             jax.block_until_ready(out)
         # A function that is made anew for each call is compiled in each call.
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):
-            others = fun, treedef, *map(jax.typeof, arrays)
-            warn_of_new_functions(static, others)
+            context = fun, treedef, *map(jax.typeof, arrays)
+            warn_of_new_functions(static, context)
             is_array = lambda x: isinstance(x, _ARRAYS)
-            warn_of_new_numbers((first, *rest), is_array, others)
+            warn_of_new_numbers((first, *rest), is_array, context)
         return out.tree
 
     return cast(_Function, wrapper)

@@ -39,8 +39,8 @@ def in_opaque_branch(
         skip = lambda *_: jtu.tree_map(zeros_like, structs)
         # If the program is compiled for another device, XLA may see that it is true.
         is_true = lambda x: x | True
-        known = lax.platform_dependent(always, cpu=lambda x: x, default=is_true)
-        return lax.cond(known, run, skip, *args)
+        condition = lax.platform_dependent(always, cpu=lambda x: x, default=is_true)
+        return lax.cond(condition, run, skip, *args)
 
     return run_apart
 
@@ -61,7 +61,8 @@ class AfterLoop(NamedTuple):
 def after_loop(always: Bool[Array, ""], results: PyTree, later: PyTree) -> AfterLoop:
     """Orders what comes after a loop, so that it does come later.
 
-    What does not depend on a loop may run before it, and then shares no memory with it.
+    What does not depend on a loop may run before it, and then shares no memory with it
+    (as in https://github.com/openxla/xla/issues/35719).
     As a branch, it does in XLA for CPUs, which does not know that a count of steps is
     `always` as large. Other devices know, and have a barrier instead.
     """
@@ -106,8 +107,8 @@ def runtime_indices(
     index. With these, they share the compiled code. `x` is any array, preferably a
     small one.
     """
-    known = lambda: [jnp.asarray(i, "int32") for i in numbers]
-    return in_opaque_branch(known, opaque_true(x))()
+    constants = lambda: [jnp.asarray(i, "int32") for i in numbers]
+    return in_opaque_branch(constants, opaque_true(x))()
 
 
 def unstack(arrays: list[Array], like: Sequence[Array]) -> list[list[Array]]:
@@ -209,6 +210,7 @@ def with_mirror_image(
 def _starts(num: int) -> Array:
     """The start indices of pieces of equal size."""
     size = min(num, _PIECE)
+    # The last piece begins earlier, so that it is as large as the others.
     return jnp.minimum(jnp.arange(0, max(num, 1), max(size, 1)), num - size)
 
 
@@ -225,7 +227,8 @@ def evaluate_in_loop(
     XLA for CPUs converts convolutions to the layout of its fast kernels (batch,
     spatial, features), but only at the top level of a program. Inside a loop or a
     branch, a convolution in the layout of `equinox.nn.Conv` (batch, features, spatial)
-    runs several times slower than outside. So the layout is converted here if the
+    runs several times slower than outside
+    (https://github.com/jax-ml/jax/issues/12868). So the layout is converted here if the
     program is compiled for CPUs, where that is faster. On other devices, nothing is
     changed.
     """
@@ -275,8 +278,9 @@ def _fast_convolution(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
     bind = functools.partial(eqn.primitive.bind, **eqn.params)
     last = functools.partial(_channels_last, eqn)
     choose = lambda lhs, rhs: lax.platform_dependent(lhs, rhs, cpu=last, default=bind)
-    # For its derivative, a choice stores the residuals of all its branches. With
-    # rematerialisation it stores its inputs, as a convolution does.
+    # For its derivative, a choice stores the residuals of all its branches
+    # (https://github.com/jax-ml/jax/issues/2775). With rematerialisation it stores its
+    # inputs, as a convolution does.
     checkpointed = jax.checkpoint(choose, prevent_cse=False)
     # Mesh axes can have been automatic while this was traced.
     with where_it_is(lhs, rhs):
@@ -299,8 +303,9 @@ def _channels_last(eqn: Eqn, lhs: Array, rhs: Array) -> Array:
         moved = PartitionSpec(*(spec[axis] for axis in back))
         params["out_sharding"] = NamedSharding(sharding.mesh, moved)
     lhs = jnp.transpose(lhs, _moved_last(numbers.lhs_spec))
-    outputs, inputs, *rest = numbers.rhs_spec
-    rhs = jnp.transpose(rhs, (*rest, inputs, outputs))
+    # `[outputs, inputs, *spatial]` to `[*spatial, inputs, outputs]`.
+    outputs, inputs, *spatial = numbers.rhs_spec
+    rhs = jnp.transpose(rhs, (*spatial, inputs, outputs))
     out = eqn.primitive.bind(lhs, rhs, **params)
     return jnp.transpose(out, sorted(range(ndim), key=back.__getitem__))
 
@@ -320,6 +325,7 @@ def patches(
     """
     if 0 in out:
         return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)
+    # With gaps and borders written out, each patch is a part of the image.
     zero = jnp.zeros((), lhs.dtype)
     padding = safe_zip(params["padding"], params["lhs_dilation"])
     config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
@@ -327,6 +333,7 @@ def patches(
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     slices = []
     for offset in itertools.product(*map(range, kernel)):
+        # All that this entry of the kernel meets: one pixel for each output position.
         start = [k * step for k, step in safe_zip(offset, dilation)]
         limit = [
             first + (num - 1) * stride + 1

@@ -51,6 +51,7 @@ def accumulation_dtype(
     requested dtype that would drop the imaginary part, or that JAX would silently
     narrow.
     """
+    # PRNG keys, for one, have no sum.
     if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
         raise TypeError(
             f"{name} needs numbers, but `fun` returned {dtype}. Use Concat or Last for "
@@ -79,6 +80,7 @@ def accumulation_dtype(
 
 def check_fits(name: str, requested: DType, dtype: DType, what: str) -> None:
     """Raises `TypeError` if a requested dtype cannot hold numbers of `dtype`."""
+    # The dtypes that have a part of a number, and those that can hold it.
     kinds = {
         "the imaginary part": (jnp.complexfloating, (jnp.complexfloating,)),
         "the fractional part": (jnp.inexact, (jnp.inexact,)),
@@ -116,6 +118,7 @@ def common_power_of_two(arrays: Sequence[Real[Array, "*s"]]) -> Real[Array, "*s"
 def exponent_of(x: Real[Array, "*s"]) -> Int[Array, "*s"]:
     """The exponent of the largest power of two up to `x`, which is not negative."""
     info = jnp.finfo(x.dtype)
+    # A float that is not negative is its exponent, plus an offset, and then its digits.
     bits = lax.bitcast_convert_type(x, f"uint{info.bits}")
     bits = lax.shift_right_logical(bits, jnp.asarray(info.nmant, bits.dtype))
     return bits.astype("int32") - (int(info.maxexp) - 1)
@@ -126,6 +129,7 @@ def _two_to(exponent: Int[Array, "*s"], dtype: DType) -> Real[Array, "*s"]:
     info = jnp.finfo(dtype)
     most = int(info.maxexp) - 1
     least, largest = (jnp.asarray(x, exponent.dtype) for x in (info.minexp, most))
+    # The same bits, with zeros for digits.
     bits = (lax.clamp(least, exponent, largest) + most).astype(f"uint{info.bits}")
     bits = lax.shift_left(bits, jnp.asarray(info.nmant, bits.dtype))
     return lax.bitcast_convert_type(bits, dtype)
@@ -133,6 +137,7 @@ def _two_to(exponent: Int[Array, "*s"], dtype: DType) -> Real[Array, "*s"]:
 
 def times_two_to(x: Real[Array, "*s"], exponent: Int[Array, "*s"]) -> Real[Array, "*s"]:
     """`x * 2**exponent`, also if the power of two is no number of the dtype."""
+    # Each of two factors is a number of the dtype, where one would be out of range.
     half = exponent >> 1
     return x * _two_to(half, x.dtype) * _two_to(exponent - half, x.dtype)
 
@@ -189,6 +194,7 @@ class Squares(NamedTuple):
 def is_in_range(square: Real[Array, "*s"]) -> Bool[Array, "*s"]:
     """Whether no relevant square in these sums has underflowed or overflowed."""
     info = jnp.finfo(square.dtype)
+    # Beside a sum of this size, squares that underflow change no digit.
     least = float(info.tiny) / float(info.eps) ** 2
     return (square >= least) & jnp.isfinite(square)
 
@@ -263,6 +269,7 @@ def _norms_of_scaled(x: Inexact[Array, "n ..."]) -> list[Real[Array, " n"]]:
 
 def sum_of_squares(terms: Sequence[Squares]) -> Squares:
     """The sum. Values whose exponents are the same array must have one in range."""
+    # What has the same exponents adds up as it is, without another scaling.
     alike: dict[int, Squares] = {}
     for x in terms:
         other = alike.get(id(x.exponent))
@@ -338,9 +345,11 @@ def weighted_totals(
         wide, most = totals, 2.0 ** (num - 1).bit_length()
 
         def smaller() -> list[Array]:
-            others = [widened(x) * most for x in sums(weights, 1 / most)]
-            pairs = safe_zip(wide, others)
-            return [jnp.where(jnp.isfinite(x), x, other) for x, other in pairs]
+            # Terms times `1 / most` add up to no more than the largest of them.
+            shares = [widened(x) * most for x in sums(weights, 1 / most)]
+            pairs = safe_zip(wide, shares)
+            # Only what overflowed, because small terms may underflow in a share.
+            return [jnp.where(jnp.isfinite(x), x, share) for x, share in pairs]
 
         are_finite = [jnp.all(jnp.isfinite(x)) for x in wide]
         totals = lax.cond(jnp.all(jnp.stack(are_finite)), lambda: wide, smaller)

@@ -61,8 +61,9 @@ def callee(eqn: Eqn) -> JaxprAndConsts | None:
 
 def _expanded(eqn: Eqn) -> JaxprAndConsts:
     """The program that an equation stands for."""
-    known = _PROGRAMS.get(name_of(eqn), _of_object)
-    run = lambda *ins: known(eqn.params, ins)
+    # An object of JAX's classes knows its program by itself.
+    program = _PROGRAMS.get(name_of(eqn), _of_object)
+    run = lambda *ins: program(eqn.params, ins)
     avals = [atom.aval for atom in eqn.invars]
     # The mesh of the equation, whose axes may be of another kind than those that are
     # set now.
@@ -73,12 +74,16 @@ def _expanded(eqn: Eqn) -> JaxprAndConsts:
 
 
 def _of_object(params: Params, ins: Sequence[Value]) -> list:
+    """The program that an object of one of JAX's own classes stands for."""
     kind = params["_prim"]
     return jtu.tree_leaves(kind.expand(*jtu.tree_unflatten(kind.in_tree, ins)))
 
 
 def _polynomial(_: Params, ins: Sequence[Value]) -> list:
-    """Horner's rule, from the coefficients of all powers, the lowest one first."""
+    """Horner's rule, from the coefficients of all powers, the lowest one first.
+
+    At 2, the coefficients 1, 2 and 3 have the value (3 * 2 + 2) * 2 + 1 = 17.
+    """
     x, *coefficients, total = ins
     for coefficient in reversed(coefficients):
         total = lax.add(lax.mul(total, x), coefficient)
@@ -86,6 +91,7 @@ def _polynomial(_: Params, ins: Sequence[Value]) -> list:
 
 
 def _unstack(params: Params, ins: Sequence[Value]) -> list:
+    """The entries along an axis: [1, 3] and [2, 4] for [[1, 2], [3, 4]] and axis 1."""
     (x,), axis = ins, params["axis"]
     return [lax.index_in_dim(x, i, axis, False) for i in range(x.shape[axis])]
 
@@ -171,17 +177,20 @@ def _in_program_order(run: Callable[..., Any], params: Params) -> Callable[..., 
     return grouped
 
 
-def inner_programs(eqn: Eqn) -> list[JaxprAndConsts]:
-    """The closed jaxprs that an equation has in its parameters, or stands for."""
+def inner_programs(*eqns: Eqn) -> list[JaxprAndConsts]:
+    """The closed jaxprs that equations have in their parameters, or stand for."""
+    programs: list[JaxprAndConsts] = []
     # Every equation of a program is asked, so the usual one is answered without calls.
-    name, params = eqn.primitive.name, eqn.params
-    if name == OF_CLASSES:
-        name, params = name_of(eqn), parameters(eqn)
-    programs = [_expanded(eqn)] if name in EXPANDED else []
-    for value in params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, _PROGRAM_TYPES):
-                programs.append(_as_closed(x))
+    for eqn in eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == OF_CLASSES:
+            name, params = name_of(eqn), parameters(eqn)
+        if name in EXPANDED:
+            programs.append(_expanded(eqn))
+        for value in params.values():
+            for x in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(x, _PROGRAM_TYPES):
+                    programs.append(_as_closed(x))
     return programs
 
 
@@ -193,9 +202,8 @@ def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
 def programs_in(closed: JaxprAndConsts) -> list[JaxprAndConsts]:
     """A closed jaxpr, and all in it."""
     programs = [closed]
-    for eqn in closed.jaxpr.eqns:
-        for inner in inner_programs(eqn):
-            programs += programs_in(inner)
+    for inner in inner_programs(*closed.jaxpr.eqns):
+        programs += programs_in(inner)
     return programs
 
 
@@ -273,6 +281,7 @@ def evaluate_with(
 
     # Equations that are kept run together, so that JAX sees them as one program.
     pending: list[Eqn] = []
+    # What nothing reads is no output of such a program, so that JAX can drop it.
     atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
     used = {atom for atom in atoms if not isinstance(atom, jex.Literal)}
 
@@ -300,6 +309,7 @@ def run_equations(
     jaxpr: Jaxpr, eqns: Sequence[Eqn], outs: Sequence[Var], values: Mapping[Var, object]
 ) -> list:
     """The values of `outs` after some consecutive equations of a jaxpr."""
+    # Variables from outside become inputs, in the order of their first use.
     made: set[Var] = set()
     ins: dict[Var, None] = {}
     for eqn in eqns:
@@ -319,6 +329,7 @@ def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: Sequence[Var]) -> Callable[..., l
 
     def run(*ins: Any) -> list:
         if not any(inner_jaxprs(eqn)) and not name_of(eqn).startswith("custom"):
+            # Without programs or rules inside, no jaxpr has to be made of it.
             results = eqn.primitive.bind(*ins, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
             return [results[eqn.outvars.index(var)] for var in outs]
@@ -329,6 +340,7 @@ def run_equation(jaxpr: Jaxpr, eqn: Eqn, outs: Sequence[Var]) -> Callable[..., l
     return run
 
 
+# Folders of JAX and of this package. The separator tells `jax` from `jaxopt`.
 _OTHERS = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (jax.__file__, jaxlib.__file__, os.path.dirname(__file__))
@@ -354,6 +366,7 @@ def first_use(jaxpr: Jaxpr, var: Var) -> list[int]:
         closed = callee(eqn)
         if closed is None:
             return [index]
+        # Positions within a program follow that of its call, so that lists compare.
         inner = closed.jaxpr
         return [index, *min(first_use(inner, inner.invars[i]) for i in positions)]
     return [len(jaxpr.eqns)]
@@ -398,6 +411,7 @@ def _live_inputs(eqn: Eqn, outs: list[bool]) -> list[bool]:
         jaxprs = [closed.jaxpr for closed in eqn.params["branches"]]
         marked = [(jaxpr.invars, live_variables(jaxpr, outs)) for jaxpr in jaxprs]
         by_input = safe_zip(*([v in live for v in ins] for ins, live in marked))
+        # The index that chooses a branch has no derivative.
         return [False, *map(any, by_input)]
     if name in IDENTITIES:
         return outs

@@ -1,7 +1,7 @@
 """The base class of all linear operators, and its answers to lineax."""
 
 import abc
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -55,14 +55,22 @@ def _diagonal_of(operator: _Operator) -> Array:
     return operator.diagonal()
 
 
+class _Diagonals(NamedTuple):
+    """The diagonals of a tridiagonal matrix, in the order of lineax."""
+
+    main: Array
+    lower: Array
+    upper: Array
+
+
 @lineax.tridiagonal.register(_Operator)
-def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
+def _tridiagonal(operator: _Operator) -> _Diagonals:
     matrix = operator.as_matrix()
-    diagonals = [jnp.diagonal(matrix, offset) for offset in (0, -1, 1)]
-    return diagonals[0], diagonals[1], diagonals[2]
+    return _Diagonals(*(jnp.diagonal(matrix, offset) for offset in (0, -1, 1)))
 
 
 def _answer_by_tag(question: Any, *tags: object) -> None:
+    # Nothing is computed: a tag is a promise of whoever made the operator.
     question.register(_Operator)(lambda operator: not operator.tags.isdisjoint(tags))
 
 
@@ -86,6 +94,7 @@ _answer_by_tag(lineax.is_negative_semidefinite, lineax.negative_semidefinite_tag
 
 @lineax.is_diagonal.register(_Operator)
 def _is_diagonal(operator: _Operator) -> bool:
+    # A matrix of one entry has none beside its diagonal.
     sizes = operator.in_size(), operator.out_size()
     return lineax.diagonal_tag in operator.tags or sizes == (1, 1)
 

@@ -74,6 +74,7 @@ def spec_of(x: Array) -> PartitionSpec:
     struct = jax.typeof(x)
     axes = mesh_axes(struct)
     spec = partitions(struct.sharding.spec) if axes else ()
+    # A specification may be shorter than the array has axes.
     spec = [*spec, *[None] * struct.ndim]
     is_explicit = lambda name: axes[name][1] == AxisType.Explicit
     names = (names_of(entry) for entry in spec[: struct.ndim])
@@ -99,12 +100,15 @@ def num_parts(arrays: list[Array], axes: tuple[int, ...], total: int) -> int:
     for x, axis in safe_zip(arrays, axes):
         struct = jax.typeof(x)
         named = mesh_axes(struct)
+        # Axes of any kind but manual ones may shard the rows.
         sizes = [size for size, kind in named.values() if kind != AxisType.Manual]
         devices = math.lcm(devices, math.prod(sizes))
         if AxisType.Explicit in [kind for _, kind in named.values()]:
             spec = [*partitions(struct.sharding.spec), *[None] * struct.ndim][axis]
             shards = [named[name][0] for name in names_of(spec)]
             needed = math.lcm(needed, math.prod(shards))
+    # Without a remainder, there is a part for each device. Otherwise, the parts are
+    # those that the types of the arrays need.
     return devices if total % devices == 0 else needed
 
 
@@ -146,6 +150,7 @@ def error_if(x: Array, *checks: tuple[Array, str]) -> Array:
     if varying(jax.typeof(are_wrong)):
         return jnp.where(jnp.any(are_wrong), jnp.nan, x)
     messages = [message for _, message in checks]
+    # Of bools, `argmax` finds the first that is true.
     return eqx.branched_error_if(x, are_wrong, jnp.argmax(are_wrong), messages)
 
 
@@ -180,6 +185,7 @@ _OF_ONE_DEVICE = ("axis_index", "pcast", "pvary")
 
 def variation_is_known() -> bool:
     """Whether JAX knows over which axes arrays vary, as `check_vma=True` says."""
+    # With `check_vma=False`, arrays that are marked as varying are not.
     names = manual_axes()
     return varying(jax.typeof(vary(jnp.zeros(()), names))) == names
 
@@ -207,6 +213,7 @@ def mesh_of_devices(mesh: AbstractMesh) -> Mesh:
             f"A `MemoryBudget` compiles programs for the {mesh.size} devices of the "
             f"mesh, but there are {len(devices)}. Give a size in its place."
         )
+    # Outside of `jax.shard_map`, no axis is manual.
     kinds = [AxisType.Auto if x == AxisType.Manual else x for x in mesh.axis_types]
     array = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
     return Mesh(array, mesh.axis_names, axis_types=tuple(kinds))
@@ -238,6 +245,7 @@ def on_all_devices(program: Callable[..., list], args: list[Array]) -> DevicePro
     out_specs = eqx.filter_eval_shape(lambda *xs: specs_of(program(*xs)), *args)
 
     def run(*stacked: Array) -> list:
+        # Each device has its own entry of the new axis.
         return [x[None] for x in program(*(x[0] for x in stacked))]
 
     mapped = jax.shard_map(
@@ -268,6 +276,7 @@ def spread_rows(x: Array, axis: int, parts: int) -> Array:
             num *= size
     if num == 1:
         return x
+    # Where the other axes are is up to the compiler.
     spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[axis] = tuple(names)
     mesh = jax.typeof(x).sharding.mesh
@@ -369,6 +378,7 @@ def _moved_to(
             spec = spec_of(x)
         else:
             return x
+        # Only the type of a traced array can change: it is on no device yet.
         if is_traced:
             return reshard(x, NamedSharding(mesh, spec))
         return jax.device_put(x, NamedSharding(to or meshes[0], spec))
@@ -510,6 +520,7 @@ def in_this_mesh(fun: Callable[..., Array]) -> Callable[..., Array]:
         now = get_abstract_mesh()
         if now == mesh or AxisType.Explicit not in mesh.axis_types:
             return fun(*args)
+        # Arrays of this mesh meet those of the trace: replicated, they fit all of them.
         whole = NamedSharding(mesh, PartitionSpec())
         with use_abstract_mesh(mesh):
             out = fun(*(reshard(x, whole) for x in args))
@@ -540,6 +551,7 @@ def _as_written(fun: Callable[..., PyTree], operands: tuple[PyTree, ...]) -> PyT
     try:
         return fun(*operands)
     except Exception as e:
+        # JAX's messages have this word, or a type such as `float32[3]{U:x}`.
         if "unreduced" in str(e) or "{U:" in str(e):
             e.add_note(
                 "An array in the function is unreduced, or reduced, over a mesh axis. "
@@ -554,6 +566,7 @@ def _as_written(fun: Callable[..., PyTree], operands: tuple[PyTree, ...]) -> PyT
 def _fitting(
     shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
 ) -> PartitionSpec:
+    # Each axis of a mesh shards one axis of an array at most, into equal parts.
     used: set[str] = set()
     fitting: list[Any] = [None] * len(shape)
     for axis, entry in enumerate([*spec][: len(shape)]):

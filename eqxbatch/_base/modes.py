@@ -79,8 +79,8 @@ def derivative_of_program(name: str, program: TracedFunction) -> Derivative:
     """How JAX can differentiate a program of one example in its leaves."""
 
     def ask(rows: list[Value]) -> Derivative:
-        one = lambda leaves: program.one(leaves, rows)
-        return derivative_of(name, one, program.leaves)
+        run = lambda leaves: program.one(leaves, rows)
+        return derivative_of(name, run, program.leaves)
 
     return program.at_example(ask)
 

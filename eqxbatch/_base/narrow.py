@@ -122,12 +122,12 @@ def _evaluate_wide(
 def _run_wide(jaxpr: Jaxpr, eqn: Eqn, ins: list[_Operand]) -> list:
     """The outputs of an equation with wide inputs."""
     name, closed, first = name_of(eqn), callee(eqn), ins[0]
-    others = any(isinstance(x, _Wide) for x in ins[1:])
+    are_more_wide = any(isinstance(x, _Wide) for x in ins[1:])
     # A cast to a wider dtype is where the parameter is used: no rounding before it.
     if name == "convert_element_type" and _is_wider(eqn.params["new_dtype"], first):
         return [first.array.astype(eqn.params["new_dtype"])]
     # What moves entries keeps them as they are.
-    if name in _MOVES and not others:
+    if name in _MOVES and not are_more_wide:
         outs = eqn.primitive.bind(first.array, *ins[1:], **eqn.params)
         outs = outs if eqn.primitive.multiple_results else [outs]
         return [_Wide(x, first.dtype) for x in outs]

@@ -81,9 +81,9 @@ def platform(arrays: Sequence[Any] = ()) -> Platform:
     It is that of arrays which are committed to a device, or else that of JAX's default
     device.
     """
-    chosen = _CHOSEN.get()
-    if chosen is not None:
-        return chosen
+    preset = _CHOSEN.get()
+    if preset is not None:
+        return preset
     config: Any = jax.config  # Type checkers do not know its settings.
     device = config.jax_default_device
     for x in arrays:
@@ -94,9 +94,9 @@ def platform(arrays: Sequence[Any] = ()) -> Platform:
     return _PLATFORMS.get(name, GPU)
 
 
-def for_platform(chosen: Platform) -> contextlib.AbstractContextManager:
+def for_platform(preset: Platform) -> contextlib.AbstractContextManager:
     """A context in which programs are for a platform, whatever devices there are."""
-    return assigned(_CHOSEN, chosen)
+    return assigned(_CHOSEN, preset)
 
 
 @contextlib.contextmanager
@@ -155,9 +155,9 @@ def products_of(*programs: Any) -> contextlib.AbstractContextManager:
     if is_exact or not named:
         return contextlib.nullcontext()
     if len(named) == 1:
-        (one,) = named
-        is_preset = isinstance(one, lax.DotAlgorithmPreset)
-        name = one.name if is_preset else _precision_name(one)
+        (precision,) = named
+        is_preset = isinstance(precision, lax.DotAlgorithmPreset)
+        name = precision.name if is_preset else _precision_name(precision)
     else:
         name = max(map(_precision_name, named), key=_NAMES.index)
     return _with_precision(name)

@@ -154,8 +154,8 @@ xor entries
 
 def _parsed() -> Iterator[tuple[str, tuple[Sequence[str], frozenset[str] | None]]]:
     for line in _TABLE.strip().splitlines():
-        (name, *words), *rest = (part.split() for part in line.split(":"))
-        yield name, (words, frozenset(rest[0]) if rest else None)
+        (name, *words), *handled = (part.split() for part in line.split(":"))
+        yield name, (words, frozenset(handled[0]) if handled else None)
 
 
 _KNOWN = dict(_parsed())
@@ -283,10 +283,10 @@ def unknown_parameters(eqn: Eqn) -> str:
     Parameters with unknown values are included. Empty if there are none, or if there is
     no rule for the equation at all.
     """
-    _, known = _KNOWN.get(eqn.primitive.name, ((), None))
-    if known is None:
+    _, handled = _KNOWN.get(eqn.primitive.name, ((), None))
+    if handled is None:
         return ""
-    unknown = sorted({*eqn.params} - known)
+    unknown = sorted({*eqn.params} - handled)
     # The dtype of a product may differ from that of its factors.
     if eqn.params.get("out_dtype") is not None:
         unknown.append("out_dtype")

@@ -42,6 +42,8 @@ def groups_of_rows(sizes: Value, num: int) -> Integer[Array, " _"]:
     The dtype of `sizes` may be too small for the number of rows. They may be a constant
     of a program, which JAX keeps as no array of its own.
     """
+    # Sizes 2, 0, 1 end at 2, 2, 3: rows 0 to 3 are beyond 0, 0, 2, 3 of these ends,
+    # and so in the groups 0, 0, 2 and none.
     ends = jnp.cumsum(jnp.asarray(sizes).astype(jnp.int32))
     return jnp.sum(
         jnp.arange(num, dtype=ends.dtype)[:, None] >= ends[None],
@@ -64,9 +66,15 @@ def product_with_groups(
     precision: lax.PrecisionLike,
     preferred_element_type: DType | None,
 ) -> Num[Array, "..."]:
-    """The product of each row with the matrix of its group, and zero without one."""
-    others = [axis for axis in range(lhs.ndim) if axis != axes.rows]
-    is_in = jnp.expand_dims(members(which, rhs.shape[axes.groups]), _after(others))
+    """The product of each row with the matrix of its group, and zero without one.
+
+    Rows 1, 2, 3 in groups 0, 0, 1 with the matrices 10 and 20 give 10, 20, 60.
+    """
+    without_rows = [axis for axis in range(lhs.ndim) if axis != axes.rows]
+    is_member = members(which, rhs.shape[axes.groups])
+    is_in = jnp.expand_dims(is_member, _after(without_rows))
+    # `[groups, *lhs]`, of which each row is zero in all groups but its own: the product
+    # sums over groups.
     separate = jnp.where(is_in, lhs[None], jnp.zeros((), lhs.dtype))
     of_left, of_right = axes.contracted
     contracted = (0, *(axis + 1 for axis in of_left)), (axes.groups, *of_right)
@@ -118,6 +126,7 @@ def _jvp(
 def _vmapped(
     args: Sequence[Value], in_axes: Sequence[int | None], **params: Any
 ) -> Any:
+    # The masked product can be mapped over any of its inputs.
     return jax.vmap(functools.partial(_ragged_dot, **params), in_axes)(*args), 0
 
 
@@ -178,17 +187,18 @@ def _params(eqn: Eqn) -> Params | None:
     numbers = params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
     rows, groups = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
-    known = {"group_offset", "precision", "preferred_element_type"}
-    others = {name: x for name, x in params.items() if name not in known}
-    del others["ragged_dot_dimension_numbers"]
-    has_others = any(x is not None for x in others.values())
+    # A setting of another JAX may mean anything, unless it is None.
+    handled = {"group_offset", "precision", "preferred_element_type"}
+    unknown = {name: x for name, x in params.items() if name not in handled}
+    del unknown["ragged_dot_dimension_numbers"]
+    has_unknown = any(x is not None for x in unknown.values())
     is_plain = len(eqn.invars) == 3 and params["group_offset"] is None
     is_plain = is_plain and len(rows) == len(groups) == 1 and not (batch[0] or batch[1])
-    if has_others or not is_plain or eqn.invars[2].aval.ndim != 1:
+    if has_unknown or not is_plain or eqn.invars[2].aval.ndim != 1:
         return None
     of_left, of_right = (tuple(int(axis) for axis in part) for part in contracted)
     axes = RaggedAxes((of_left, of_right), int(rows[0]), int(groups[0]))
     if axes.rows in of_left or axes.groups in of_right:
         return None
-    kept = ("precision", "preferred_element_type")
-    return {"axes": axes, **{name: params[name] for name in kept}}
+    settings = ("precision", "preferred_element_type")
+    return {"axes": axes, **{name: params[name] for name in settings}}

@@ -32,30 +32,33 @@ _MOST_PROGRAMS = 1000
 _COMPILED: dict[int, list[list[weakref.ref]]] = {}
 
 
-def warn_of_new_functions(static: Sequence[Any], others: Hashable) -> None:
+def warn_of_new_functions(static: Sequence[Any], context: Hashable) -> None:
     """Warns if a program was compiled again only because functions in it are new ones.
 
     Their code and closures are those of functions for which it was compiled before,
-    and so is all else in `static`, and `others`.
+    and so is all else in `static`, and `context`.
     """
+    # Functions first, so that those of another program are compared one by one.
     functions = [x for x in static if isinstance(x, _FUNCTIONS)]
     content = _Content([*map(weakref.ref, functions)])
     objects = content.objects
-    key = hash((content.of((*static,)), others))
-    known = _COMPILED.setdefault(key, [])
+    key = hash((content.of((*static,)), context))
+    programs = _COMPILED.setdefault(key, [])
     # Another object can be where one was that is gone.
-    known[:] = [refs for refs in known if all(ref() is not None for ref in refs)]
+    alive = [refs for refs in programs if all(ref() is not None for ref in refs)]
+    programs[:] = alive
     new = functions
-    for refs in known:
+    for refs in programs:
         new = [x for x, ref in zip(functions, refs, strict=False) if ref() is not x]
         if not new:
             return
-    known.append(objects)
+    programs.append(objects)
     if len(_COMPILED) > _MOST_PROGRAMS:
         _COMPILED.pop(next(iter(_COMPILED)))
-    if new and len(known) == _MOST_NEW + 1:
+    # Once, as soon as it is no coincidence.
+    if new and len(programs) == _MOST_NEW + 1:
         warn_user(
-            f"The same program was compiled {len(known)} times, because "
+            f"The same program was compiled {len(programs)} times, because "
             f"`{_name_of(new[0])}` is a new function each time, with the same code and "
             "the same values around it. Define it once, outside of the loop or "
             "function that makes it, and pass values that change as arguments."
@@ -79,12 +82,12 @@ _COMPILED_NUMBERS: dict[int, _Compiled] = {}
 
 
 def warn_of_new_numbers(
-    call: tuple[PyTree, ...], is_array: Callable, others: Hashable
+    call: tuple[PyTree, ...], is_array: Callable, context: Hashable
 ) -> None:
     """Warns if a program was compiled again only because a Python number has changed.
 
     `call` is a transform and the arguments of a call of it, or whatever else has a
-    program, and `others` is what else this depends on. Sizes in settings of this
+    program, and `context` is what else this depends on. Sizes in settings of this
     package are no mistake.
     """
     if isinstance(call[0], tuple) and _is_transform(call[0][0]):
@@ -93,6 +96,7 @@ def warn_of_new_numbers(
         call = transform, (*leading, *batch), {}
     elif _is_transform(call[0]) and not isinstance(call[2], dict):
         return  # Before and after the batches.
+    # Programs have the same key if they differ in the values of numbers only.
     content = _Content([], [])
     parts = [
         _setting(call, path, x) or content.of(x, _label(call, path))
@@ -100,21 +104,22 @@ def warn_of_new_numbers(
         if not is_array(x)
     ]
     values = [value for _, value in content.numbers or ()]
-    key = hash((*parts, others))
-    known = _COMPILED_NUMBERS.get(key)
-    if known is None or any(ref() is None for ref in known.objects):
-        known = _COMPILED_NUMBERS[key] = _Compiled(content.objects, [])
+    key = hash((*parts, context))
+    compiled = _COMPILED_NUMBERS.get(key)
+    if compiled is None or any(ref() is None for ref in compiled.objects):
+        compiled = _COMPILED_NUMBERS[key] = _Compiled(content.objects, [])
     if len(_COMPILED_NUMBERS) > _MOST_PROGRAMS:
         _COMPILED_NUMBERS.pop(next(iter(_COMPILED_NUMBERS)))
     # Once is enough.
-    if len(known.numbers) > _MOST_VALUES:
+    if len(compiled.numbers) > _MOST_VALUES:
         return
-    known.numbers.append(values)
-    num = len(known.numbers)
+    compiled.numbers.append(values)
+    num = len(compiled.numbers)
     if num <= _MOST_VALUES:
         return
     labels = [label for label, _ in content.numbers or ()]
-    for label, column in zip(labels, zip(*known.numbers, strict=True), strict=True):
+    # A number that was another one each time is the cause.
+    for label, column in zip(labels, zip(*compiled.numbers, strict=True), strict=True):
         if len({*map(repr, column)}) == num:
             warn_user(
                 f"The same program was compiled {num} times, because a Python number "
@@ -160,16 +165,16 @@ def _entry(tree: PyTree, key: Any) -> Any:
 def _label(call: tuple[PyTree, ...], path: tuple) -> str:
     """How a message calls a leaf of a transform and the arguments of its call."""
     transform, *_ = call
-    number, *rest = path
-    if not _is_transform(transform) or number.idx == 0 or not rest:
+    number, *inner = path
+    if not _is_transform(transform) or number.idx == 0 or not inner:
         name = getattr(path[-1], "key", None)
         return f"`{jtu.keystr(path[1:]) if name is None else name}`"
-    first, *rest = rest
+    first, *inner = inner
     name = getattr(first, "key", None)
     if name is None:
         names = [*inspect.signature(transform).parameters]
         name = names[first.idx] if first.idx < len(names) else f"[{first.idx}]"
-    return f"`{name}{jtu.keystr(tuple(rest))}`"
+    return f"`{name}{jtu.keystr(tuple(inner))}`"
 
 
 def _name_of(fun: object) -> str:
@@ -214,6 +219,7 @@ class _Content:
             return type(x)
         if isinstance(x, _CONSTANTS):
             return type(x), repr(x)
+        # A function can be in its own closure.
         for level, function in enumerate(around):
             if x is function:
                 return "recursive", level
@@ -232,6 +238,7 @@ class _Content:
             ]
             ids = id(x.__code__), id(x.__globals__)
             return *ids, (*values,), inner(defaults, f"a default {name}")
+        # Anything else is itself: no other object has its address while it lives.
         try:
             self.objects.append(weakref.ref(x))
         except TypeError:  # A list may have changed.

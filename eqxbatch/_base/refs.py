@@ -3,7 +3,8 @@
 A `Ref` that a function makes for itself is a value that changes: the program without it
 passes that value from one equation to the next. JAX does the same when it compiles, but
 that is too late for derivatives: through a `jax.lax.scan`, its derivative of a function
-with a `Ref` is zero, and a `jax.custom_jvp` refuses it.
+with a `Ref` is zero, and a `jax.custom_jvp` refuses it
+(https://github.com/jax-ml/jax/issues/27470).
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ def without_refs(closed: JaxprAndConsts) -> JaxprAndConsts:
 
     def run(*args: Any) -> list:
         outs = _evaluate_cells(jaxpr, consts, [*args])
+        # What is written is another object, even if its numbers are the same.
         if any(cell.value is not before[key] for key, cell in outside.items()):
             raise ValueError(
                 "The function writes to a `jax.Ref` that was made outside of it, which "
@@ -113,28 +115,38 @@ def _rule_of(eqn: Eqn) -> Callable[[Eqn, list], list]:
 
 
 def _new_ref(_: Eqn, ins: list[_Operand]) -> list:
+    """`r = new_ref x`: a cell with the value of `x`, such as 3."""
     return [_Cell(ins[0])]
 
 
 def _empty_ref(eqn: Eqn, _: list[_Operand]) -> list:
+    """`r = empty_ref`: a cell of the type of `r`, with zeros such as [0, 0]."""
+    # No entry is defined, and zeros are as good as any.
     aval = eqn.outvars[0].aval
     return [_Cell(jnp.zeros(aval.shape, aval.dtype))]
 
 
 def _freeze(_: Eqn, ins: list[_Operand]) -> list:
+    """`x = freeze r`: the value in the cell, such as 3; nothing uses `r` later."""
     return [ins[0].value]
 
 
 def _free(_: Eqn, __: list[_Operand]) -> list:
+    """`free_ref r`: nothing, because nothing uses the cell later."""
     return []
 
 
 def _get(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`x = get r *indices`: entries of the value. `r[1:]` of [1, 2, 3] is [2, 3]."""
     cell, *indices = ins
     return [_read_places(cell.value, _places(eqn, indices))]
 
 
 def _swap(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`y = swap r x *indices`: writes `x`, and returns what was there.
+
+    Of [1, 2], `r[0] = 5` leaves [5, 2], and `y` is 1.
+    """
     cell, value, *indices = ins
     places = _places(eqn, indices)
     before = _read_places(cell.value, places)
@@ -143,6 +155,10 @@ def _swap(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _add(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`addupdate r x *indices`: adds `x`, once for each time that an entry is named.
+
+    Of [1, 2], with 5 at the indices [0, 0], it leaves [11, 2].
+    """
     cell, value, *indices = ins
     cell.value = _with_value(cell.value, _places(eqn, indices), value, adds=True)
     return []
@@ -153,6 +169,7 @@ class _Inputs:
 
     def __init__(self, ins: list[_Operand]):
         self._ins = ins
+        # A cell can be several inputs, and has one value.
         self.cells = [*{id(x): x for x in ins if isinstance(x, _Cell)}.values()]
 
     @property
@@ -181,10 +198,16 @@ class _Inputs:
 
 
 def _call(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*ys = jit[jaxpr] r *xs`: the equations of the program, with the same cells.
+
+    A program that doubles `r` leaves 6 where 3 was.
+    """
     closed = callee(eqn)
     assert closed is not None
     if not is_remat(eqn):
         return _evaluate_cells(closed.jaxpr, closed.consts, ins)
+    # Run again for the derivative, it must read what was there before it wrote: values
+    # of the cells go in, and their new values come out.
     inputs = _Inputs(ins)
     flat = [x.value if isinstance(x, _Cell) else x for x in ins]
 
@@ -200,8 +223,13 @@ def _call(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _cond(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*ys = cond[branches] i r *xs`: the values of cells go through the branches.
+
+    If the second of two writes 5 where 3 was, there is 3 for `i = 0` and 5 for 1.
+    """
     index, *operands = ins
     inputs = _Inputs(operands)
+    # Each branch returns the values of all cells, whether it wrote to them or not.
     branches = [functools.partial(inputs.run, x) for x in eqn.params["branches"]]
     state = lax.switch(index, branches, inputs.values)
     inputs.write(state.cells)
@@ -209,6 +237,10 @@ def _cond(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*carry, *ys = scan[jaxpr] r *carry *xs`: the loop carries the values of cells.
+
+    If a step adds its `x` to `r`, and `xs` is [1, 2, 3], it carries 0, 1, 3 and 6.
+    """
     first, num = scan_sizes(eqn)
     consts, carry, xs = ins[:first], ins[first : first + num], ins[first + num :]
     inputs, closed = _Inputs(consts), eqn.params["jaxpr"]
@@ -218,6 +250,7 @@ def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
         cells, outs = inputs.run(closed, state.cells, ins)
         return _State(cells, outs[:num]), outs[num:]
 
+    # Besides its own carry, the loop carries the values of the cells.
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     state, ys = lax.scan(step, _State(inputs.values, carry), xs, **options)
     inputs.write(state.cells)
@@ -225,6 +258,10 @@ def _scan_cells(eqn: Eqn, ins: list[_Operand]) -> list:
 
 
 def _while(eqn: Eqn, ins: list[_Operand]) -> list:
+    """`*carry = while[cond, body] r *carry`: the loop carries the values of cells.
+
+    If three steps double `r`, it carries 1, 2, 4 and 8.
+    """
     params = eqn.params
     num, more = params["cond_nconsts"], params["body_nconsts"]
     of_test, of_body, carry = ins[:num], ins[num : num + more], ins[num + more :]
@@ -283,9 +320,11 @@ class _Place:
         if not self.is_known:
             return lax.dynamic_slice(x, self.starts, self.sizes)
         sides = safe_zip(self.starts, self.sizes, self.strides)
-        limits = [start + max(size - 1, 0) * step + 1 for start, size, step in sides]
-        pairs = safe_zip(limits, x.shape)
-        limits = [min(limit, size) for limit, size in pairs]
+        # One past the last entry, which a slice without entries does not have.
+        limits = [
+            start + (size - 1) * step + 1 if size > 0 else start
+            for start, size, step in sides
+        ]
         return lax.slice(x, self.starts, limits, self.strides)
 
     def with_part(self, x: Array, part: Array) -> Array:
@@ -294,6 +333,7 @@ class _Place:
         if {*self.strides} <= {1}:
             return lax.dynamic_update_slice(x, part, self.starts)
         sides = safe_zip(self.starts, self.sizes, self.strides)
+        # With strides, the entries between stay: a scatter, as JAX has no such update.
         where = [start + jnp.arange(size) * step for start, size, step in sides]
         return x.at[jnp.ix_(*where)].set(part)
 
@@ -316,6 +356,7 @@ def _place(indexer: Any) -> _Place | None:
     starts, sizes, strides, index, shape = [], [], [], [], []
     # Arrays of indices take entries of a part with all entries along their axes.
     has_arrays = indexer.int_indexer_shape != ()
+    # An integer takes one entry of an axis, and a slice has a length of its own.
     for i, size in safe_zip(indexer.indices, indexer.shape):
         is_slice = hasattr(i, "stride")
         index.append(slice(None) if is_slice else i)
@@ -339,6 +380,7 @@ def _place(indexer: Any) -> _Place | None:
 
 
 def _read_places(x: Array, places: list[_Place]) -> Array:
+    """The entries in the innermost of some places."""
     for place in places:
         part = place.part(x)
         x = part.reshape(place.shape) if place.index is None else part[place.index]

@@ -18,6 +18,7 @@ def vary(x: Array, names: frozenset) -> Array:
 
     Its derivative is then that of one device, not the sum over all devices.
     """
+    # Marking an axis twice is an error of JAX.
     missing = names - varying(jax.typeof(x))
     return made_varying(x, tuple(missing)) if missing else x
 

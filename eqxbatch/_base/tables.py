@@ -31,6 +31,7 @@ class Table:
         widths = [max(map(len, column)) for column in safe_zip(*self.rows)]
         lines = []
         for row in self.rows:
+            # Numbers end below each other, and texts begin so.
             cells = [*map(str.rjust, row, widths)]
             texts = [*map(str.ljust, row[: self.num_texts], widths)]
             lines.append("  ".join([*texts, *cells[self.num_texts :]]))
@@ -70,8 +71,8 @@ class Table:
         rows = self.rows[1:end][: room - len(notes)]
         num_left = end - 1 - len(rows) + len(self.notes) - len(notes)
         left = f"{num_left} more lines: `print` shows all of them."
-        kept = [self.rows[0], *rows, *self.rows[end:]]
-        return dataclasses.replace(self, rows=kept, notes=[*notes, left])
+        shown = [self.rows[0], *rows, *self.rows[end:]]
+        return dataclasses.replace(self, rows=shown, notes=[*notes, left])
 
 
 def shape_text(shape: Sequence[int]) -> str:

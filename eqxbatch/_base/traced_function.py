@@ -60,6 +60,7 @@ class TracedFunction:
         self.arrays, self.axes = arrays, list(axes)
 
         def flat(leaves: list[Value], rows: list[PyTree]) -> PyTree:
+            # The function sees the dtypes that were given, though the leaves are wide.
             return fun(self.cast(leaves), rows)
 
         trace = lambda rows: eqx.filter_make_jaxpr(flat)(self.leaves, rows)
@@ -67,6 +68,11 @@ class TracedFunction:
         closed = with_mapped_products(without_refs(closed))
         self.closed = without_narrow_casts(closed, self._dtypes)
         self.out = eqx.combine(structs, static)
+
+    def __repr__(self) -> str:
+        text = functools.partial(eqx.tree_pformat, struct_as_array=True)
+        leaves, arrays, out = map(text, (self.leaves, self.arrays, self.out))
+        return f"{type(self).__name__}({leaves} and {arrays} -> {out})"
 
     def at_example(self, ask: Callable[[list], _T]) -> _T:
         """The untraced output of `ask(rows)` for one example."""
@@ -134,8 +140,9 @@ class TracedFunction:
         """
         in_axes = (None, *self.axes)
         out_axes = [0 if has else None for has in self.has_examples]
-        one = lambda leaves, *rows: self.one(leaves, rows)
-        return jax.vmap(one, in_axes, out_axes)(self.leaves, *rows)
+        of_one = lambda leaves, *rows: self.one(leaves, rows)
+        # JAX computes what has no mapped axis once, and None keeps it without one.
+        return jax.vmap(of_one, in_axes, out_axes)(self.leaves, *rows)
 
     def output(self, arrays: Sequence[Any]) -> PyTree:
         """The output of the function, with these as its arrays."""

@@ -65,8 +65,8 @@ def shown(x: Any) -> str:
     ]
     if paths:
         more = len(paths) - _MOST_PATHS
-        rest = [f"{more} more"] if more > 0 else []
-        listed = ", ".join([*paths[:_MOST_PATHS], *rest])
+        unlisted = [f"{more} more"] if more > 0 else []
+        listed = ", ".join([*paths[:_MOST_PATHS], *unlisted])
         return f"a {type(x).__name__} with the arrays {listed}"
     text = " ".join(repr(x).split())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -81,8 +81,8 @@ def _mismatch(
     if is_shape:
         arrays = {key: x for key, x in values.items() if hasattr(x, "shape")}
         shapes = [f"`{key}` of shape {x.shape}" for key, x in arrays.items()]
-        others = shapes[: [*arrays].index(name)] if name in arrays else shapes
-        message += f", with {' and '.join(others)}" * bool(others)
+        shapes_before = shapes[: [*arrays].index(name)] if name in arrays else shapes
+        message += f", with {' and '.join(shapes_before)}" * bool(shapes_before)
     elif not remedy and any(map(_is_array_hint, _options(hint))) and are_numbers:
         remedy = "Make an array of it with `jax.numpy.asarray`."
     error = ValueError if is_shape else TypeError
@@ -251,8 +251,8 @@ def checked(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         values = bound_arguments(public, signature, args, kwargs)
-        known = {name: values[name] for name in hints if name in values}
-        check_types(known, hints, remedies, always=always)
+        given = {name: values[name] for name in hints if name in values}
+        check_types(given, hints, remedies, always=always)
         return fun(*args, **kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]

@@ -167,6 +167,7 @@ class Concat(AbstractAccumulator[Array]):
         axis = self.axis_of(value)
         extent = self.extent(value, blocks)
         shape = (*value.shape[:axis], extent, *value.shape[axis + 1 :])
+        # A loop carries it, so it begins with the sharding that values have.
         return with_type_of(value, jnp.zeros(shape, value.dtype))
 
     def update(
@@ -180,13 +181,16 @@ class Concat(AbstractAccumulator[Array]):
             total = block.start + block.size
             if state.shape[axis] * block.size != value.shape[axis] * total:
                 parts = 1
+        # `[..., parts, rows of a part, ...]`: each device writes to its own part.
         is_split = are_split(value, axis, parts)
         if is_split:
             state = split_parts(state, axis, parts)
             value = split_parts(value, axis, parts)
             axis += 1
+        # Full microbatches have equal numbers of rows; a remainder has the last ones.
         rows = value.shape[axis]
         start = state.shape[axis] - rows if block.is_remainder else block.index * rows
+        # No start is negative: nothing has to be selected in each step.
         state = lax.dynamic_update_slice_in_dim(
             state, value, start, axis, allow_negative_indices=False
         )
@@ -270,10 +274,10 @@ class Last(AbstractAccumulator[Array]):
     def aggregate(
         self, values: Shaped[Array, "b *r"], block: Block
     ) -> Shaped[Array, "*r"]:
-        examples, *others = spec_of(values)
+        examples, *of_example = spec_of(values)
         if examples is not None:
             # JAX cannot slice one row out of an explicitly sharded axis.
-            values = reshard(values, PartitionSpec(None, *others))
+            values = reshard(values, PartitionSpec(None, *of_example))
         return values[-1]
 
 
@@ -302,6 +306,7 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
 
     def init(self, value: _Struct | _Extreme, blocks: Blocks) -> _Extreme:
         struct = value.value if isinstance(value, _Extreme) else value
+        # Any first result takes the place of it, and it adds no example to the count.
         identity = _before_any(type(self).__name__, struct.dtype, self.sign)
         extreme = jnp.full(struct.shape, identity, struct.dtype)
         return _Extreme(extreme, jnp.zeros(struct.shape, jnp.int32))
@@ -312,9 +317,12 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
         if not isinstance(value, _Extreme):
             value = _Extreme(value, jnp.ones(value.shape, jnp.int32))
         picked = self.pick(state.value, value.value)
+        # A side that is not the extreme adds none of its examples; at a tie, both do.
         counts = [jnp.where(x.value == picked, x.count, 0) for x in (state, value)]
         count = counts[0] + counts[1]
         if jnp.issubdtype(picked.dtype, jnp.inexact):
+            # All examples that attain the extreme share the derivative equally. In
+            # float32, because float16 does not have all counts beyond 2,048.
             share = counts[0].astype(jnp.float32) / count.astype(jnp.float32)
             picked = _shared(
                 self.pick, state.value, value.value, share.astype(picked.dtype)
@@ -389,6 +397,8 @@ def _shared(pick: Callable, x: Array, y: Array, share: Array) -> Array:
     Ties are written out, because JAX can drop the custom rule of a `lax.scan` that is
     differentiated twice.
     """
+    # The gap is 0, and its tangent is `t_y - t_x`: the result has the tangent
+    # `share * t_x + (1 - share) * t_y`. A gap of infinities would be NaN.
     is_tie = (x == y) & jnp.isfinite(x)
     gap = jnp.where(is_tie, y, 0) - jnp.where(is_tie, x, 0)
     return jnp.where(is_tie, x + (1 - share) * gap, _picked(pick, x, y, share))
@@ -405,10 +415,12 @@ def _picked(pick: Callable, x: Array, y: Array, share: Array) -> Array:
 def _picked_jvp(pick: Callable, primals: Primals, tangents: Tangents) -> tuple:
     x, y, share = primals
     t_x, t_y, _ = tangents
+    # Unless both tie, `share` is 0 or 1: the tangent is that of the one picked.
     return pick(x, y), share * t_x + (1 - share) * t_y
 
 
 def _before_any(name: str, dtype: Dtype, sign: int) -> Any:
+    """The last number of a dtype in a direction: `sign` times inf, if it has that."""
     if jnp.issubdtype(dtype, jnp.floating):
         if np.isinf(np.asarray(np.inf, dtype)):
             return sign * np.inf

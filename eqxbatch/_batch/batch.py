@@ -84,13 +84,14 @@ def positional_names(fun: Callable, num: int) -> list[str]:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # Some builtins have no signature.
         parameters = ()
-    rest = "args"
+    # Arguments without a name of their own are entries of `*args`, whatever its name.
+    variadic = "args"
     for parameter in parameters:
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            rest = parameter.name
+            variadic = parameter.name
         elif parameter.kind in _POSITIONAL:
             names.append(parameter.name)
-    names += [f"{rest}[{i}]" for i in range(num - len(names))]
+    names += [f"{variadic}[{i}]" for i in range(num - len(names))]
     return names[:num]
 
 
@@ -122,6 +123,7 @@ def split_axes(
     names = positional_names(fun, len(args))
     args_spec = [in_axes.pop(name, default) for name in names]
     kwargs_spec = {name: in_axes.pop(name, default) for name in kwargs}
+    # A name that is left is misspelt, and its argument would get the default instead.
     if in_axes:
         raise ValueError(
             f"The following `in_axes` did not correspond to any argument: "
@@ -146,6 +148,8 @@ class Batch(eqx.Module):
 
     def arguments(self, arrays: RowArrays) -> CallArguments:
         """`(args, kwargs)` of the call, with `arrays` as the batched leaves."""
+        # `shared` has a mark for each batched leaf, in the order of `arrays`. Sparse
+        # arrays among the arguments still say the shape that the whole batch has.
         arrays = list(arrays)
         leaves = [arrays.pop(0) if x is _Batched else x for x in self.shared]
         return with_shapes_of_arrays(jtu.tree_unflatten(self.treedef, leaves))
@@ -157,6 +161,8 @@ class Batch(eqx.Module):
 
     def on_devices_of(self, blocks: "Blocks") -> "Batch":
         """The batch, of which each device has all rows if there is one part."""
+        # The devices cannot share a microbatch of coupled examples equally: each has
+        # all of it.
         if not (blocks.in_order and blocks.parts == 1 < blocks.num):
             return self
         arrays = [whole_rows(x, axis) for x, axis in safe_zip(self.arrays, self.axes)]
@@ -176,6 +182,7 @@ class Batch(eqx.Module):
     def total(self, axis_size: int | None = None) -> int:
         """The number of examples; all batched arrays must agree on it."""
         sizes = [x.shape[a] for x, a in safe_zip(self.arrays, self.axes)]
+        # Without arrays, only `axis_size` says how many examples there are.
         if axis_size is None and not sizes:
             raise ValueError(
                 "Nothing is batched: `in_axes` gives no array a batch axis, so the "
@@ -196,6 +203,15 @@ class Batch(eqx.Module):
             if axis_size is not None:
                 listing.append(f"`axis_size` is {axis_size}")
             remedy = "Fix the shapes, or use `in_axes` to name another axis or None."
+            # A model is most often meant to be shared.
+            first = self.names[0].strip("`").partition(".")[0]
+            num = sum(name.startswith(f"`{first}.") for name in self.names)
+            if 1 < num < len(self.names):
+                remedy += (
+                    f" If all examples share `{first}`, as they do a model, its axis "
+                    "is None: of two arguments, `in_axes=(None, 0)`."
+                )
+            # One key in place of one for each example has a remedy of its own.
             for name, x in safe_zip(self.names, self.arrays):
                 if is_one_key(x):
                     num = max(totals) if len(totals) == 2 else None
@@ -210,6 +226,7 @@ class Batch(eqx.Module):
 def _not_arrays(leaves: Leaves) -> str:
     """The remedy for arguments that are mistaken for arrays, if there are any."""
     for x in leaves:
+        # A class has the `__iter__` of its instances, but cannot be iterated over.
         if eqx.is_array(x) or isinstance(x, type):
             continue
         if unseen_arrays(x):
@@ -254,10 +271,12 @@ def split_batch(
     default = eqx.if_array(0)
     args_spec, kwargs_spec = split_axes(fun, in_axes, args, kwargs, default)
     states = {"shares_states": shares_states}
+    # One axis for each leaf of `(args, kwargs)`, in the order in which JAX has them.
     axes = broadcast_axes("in_axes", args_spec, args, **states)
     axes += broadcast_axes("in_axes", kwargs_spec, kwargs, **states)
     paths, treedef = jtu.tree_flatten_with_path((args, kwargs))
     parameters = positional_names(fun, len(args))
+    # By default, the numbers of a list would be shared without a word.
     _check_lists(args_spec, args, parameters)
     _check_lists(kwargs_spec, kwargs, [*kwargs])
 
@@ -273,6 +292,7 @@ def split_batch(
             continue
         shared.append(_Batched)
         name = leaf_name(path, parameters)
+        # `filter_micro_vmap` passes the value of a `Ref`; others do not map it.
         if is_ref(leaf):
             raise ValueError(no_ref(name))
         if not eqx.is_array(leaf):
@@ -282,6 +302,7 @@ def split_batch(
                 f"`jax.numpy.asarray`, or use `eqx.if_array({axis})` to batch just the "
                 "arrays of an argument, or None."
             )
+        # An axis that is not there has several causes, each with a remedy of its own.
         if not -leaf.ndim <= axis < leaf.ndim:
             remedy = (
                 f"Name one of its {leaf.ndim} axes, or None for an argument that is "
@@ -297,6 +318,7 @@ def split_batch(
                 f"`in_axes` gives {name} the batch axis {axis}, which is out of range "
                 f"for its shape {leaf.shape}. {remedy}"
             )
+        # All batches share this array: its rows would meet those of each of them.
         if any(leaf is x for x in BEFORE_BATCHES.get()):
             raise ValueError(
                 f"{name}, before the batches, has the batch axis {axis}. Batches are "
@@ -308,6 +330,8 @@ def split_batch(
         names.append(name)
         if in_state:
             in_batched_states.append(name)
+    # The sizes of a state's axes are those of channels, which tells that it is mapped
+    # by mistake, unless they agree with the number of examples by chance.
     sizes = {x.shape[axis] for x, axis in safe_zip(arrays, batch_axes)}
     if in_batched_states and len(sizes) > 1:
         raise ValueError(
@@ -329,9 +353,10 @@ def _scalar_remedy(
     path: KeyPath, args: Arguments, axes: list[int | None], num_leading: int | None
 ) -> str:
     """What to do with a scalar, with an example of `in_axes` for an argument."""
-    in_kwargs, argument, *rest = path
+    in_kwargs, argument, *inner = path
     remedy = "A scalar has no axis of examples: what all examples share gets None in "
-    if rest or num_leading is None:
+    # Deeper inside, an example of `in_axes` would need the structure of the argument.
+    if inner or num_leading is None:
         return f"{remedy}`in_axes`."
     if in_kwargs.idx == 1:
         return f"{remedy}`in_axes`, as in `in_axes={{{argument.key!r}: None}}`."
@@ -361,11 +386,14 @@ def _check_lists(spec: PyTree, arguments: PyTree, names: list[str]) -> None:
     """
     keys = [*arguments] if isinstance(arguments, dict) else range(len(arguments))
     for path, axis, part in match_prefix("in_axes", spec, arguments, "a prefix"):
+        # A number raises for what is no array, and None shares the list on purpose.
+        # Axes inside an argument are given by who knows what is there.
         if not callable(axis) or len(path) > 1:
             continue
         for key, name in safe_zip(keys, names):
             if path and key != getattr(path[0], "key", getattr(path[0], "idx", None)):
                 continue
+            # Without a path, one axis is for all arguments.
             x = part if path else part[key]
             if isinstance(x, list) and has_numbers(x):
                 raise ValueError(
@@ -383,9 +411,9 @@ def unbatched(args: Arguments, kwargs: dict[str, Any]) -> Batch:
 
 def leaf_name(path: KeyPath, parameters: list[str]) -> str:
     """The name of a leaf of `(args, kwargs)`."""
-    in_kwargs, argument, *rest = path
+    in_kwargs, argument, *inner = path
     name = argument.key if in_kwargs.idx == 1 else parameters[argument.idx]
-    return f"`{name}{jtu.keystr(tuple(rest))}`"
+    return f"`{name}{jtu.keystr(tuple(inner))}`"
 
 
 def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
@@ -396,6 +424,7 @@ def spec_of_rows(shape: tuple[int, ...], batch: Batch) -> PartitionSpec:
     """
     for x, axis in safe_zip(batch.arrays, batch.axes):
         if (*x.shape[:axis], *x.shape[axis + 1 :]) == shape:
+            # The axis of the examples comes first, before those of one example.
             spec = [*spec_of(x)]
             return PartitionSpec(spec.pop(axis), *spec)
     return examples_spec(batch.arrays, batch.axes)

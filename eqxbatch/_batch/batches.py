@@ -36,6 +36,7 @@ def arguments_of(batch: PyTree) -> tuple:
     """
     if not isinstance(batch, (tuple, list)):
         return (batch,)
+    # A subclass that JAX does not know is a leaf: it is several arguments, too.
     is_plain = type(batch) in (tuple, list) or jtu.all_leaves([batch])
     return tuple(batch) if is_plain else (batch,)
 
@@ -48,6 +49,7 @@ def iterate(batches: PyTree) -> Iterator[Any]:
     """
     if getattr(type(batches), "__iter__", None) not in (None, Sequence.__iter__):
         return iter(batches)
+    # Without a length, an `IndexError` is the only end that there is.
     num = length_of(batches)
     return iter(batches) if num is None else (batches[i] for i in range(num))
 
@@ -66,9 +68,11 @@ def put_on_devices(sharding: Sharding | None, of_host: Callable, x: PyTree) -> A
     if not isinstance(x, jax.Array):
         x = of_host(as_numpy(x))
         if sharding is not None:
+            # With several processes, each has its own rows of one array.
             whole = fitting_sharding(sharding, x)
             return jax.make_array_from_process_local_data(whole, x)
         return jax.device_put(x)
+    # Arrays of JAX stay on their devices, unless a sharding says where they belong.
     return x if sharding is None else jax.device_put(x, fitting_sharding(sharding, x))
 
 
@@ -84,7 +88,9 @@ def naming_batch(number: int) -> Iterator[None]:
 
 def fitting_sharding(sharding: Sharding, x: Array | np.ndarray) -> Sharding:
     """A sharding, or all rows on each device if they cannot be shared equally."""
+    # With several processes, `x` has the rows of one of them, and not all.
     if isinstance(sharding, NamedSharding) and sharding.is_fully_addressable:
+        # A specification may have no entries; the first one is for the rows.
         names = names_of([*partitions(sharding.spec), None][0])
         if x.shape[0] % math.prod(sharding.mesh.shape[name] for name in names):
             return NamedSharding(sharding.mesh, PartitionSpec())
@@ -103,10 +109,12 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 def fetched_rows(rows: list[Array]) -> list[Any]:
     """Rows of all processes, in host memory."""
+    # Keys have no values in NumPy, and traced arrays have none yet: these stay.
     if any(map(_is_on_device, rows)):
         return [x if _is_on_device(x) else fetched_rows([x])[0] for x in rows]
     if all(x.is_fully_addressable for x in rows):
         return jax.device_get(rows)
+    # No process has all rows: each sends its own to all others, joined along axis 0.
     return multihost_utils.process_allgather(rows, tiled=True)
 
 
@@ -121,6 +129,7 @@ class Slices:
     """The rows of all examples, so many at a time; one batch if there are none."""
 
     def __init__(self, examples: PyTree, size: int, *, is_stored: bool = False):
+        # What only yields batches has no rows to read again, as another pass would.
         if iterates_only(examples):
             remedy = "Leave `batch_size` out, because it yields batches already"
             if is_stored:
@@ -135,16 +144,19 @@ class Slices:
                 f"{described(examples)}, which can only be iterated. {remedy}."
             )
         self._leaves, self._treedef = jtu.tree_flatten(examples)
-        others = [x for x in self._leaves if not has_rows(x)]
-        if others or not self._leaves:
-            got = described([*others, examples][0])
+        # The first axis of each leaf is that of the examples, and all have as many.
+        without_rows = [x for x in self._leaves if not has_rows(x)]
+        if without_rows or not self._leaves:
+            got = described([*without_rows, examples][0])
             message = "`batches` must be arrays of rows, because `batch_size` is given"
             raise TypeError(f"{message}; got {got}.")
+        # A reader is only asked for rows that it says it has, so that none is lost.
         self.total, self._size = self._leaves[0].shape[0], size
         for x in self._leaves:
             check_equal("The number of rows of each array", x.shape[0], self.total)
 
     def __len__(self) -> int:
+        # An empty batch stands for no examples: it says their types.
         return max(1, -(-self.total // self._size))
 
     def __getitem__(self, index: int) -> PyTree:
@@ -165,12 +177,14 @@ def write_rows(
     source = digest(batch)
     for i, x in enumerate(rows):
         x = np.asarray(x)
+        # A chunk has all entries of its rows: it is the first one along other axes.
         writer.write(Chunk(i, (number, *[0] * (x.ndim - 1))), x, source)
 
 
 def type_of_leaf(x: PyTree) -> Any:
     if not eqx.is_array(x):
         return x
+    # A weak type counts, because the dtypes of results depend on it.
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 

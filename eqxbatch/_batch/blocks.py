@@ -73,7 +73,7 @@ class Blocks(eqx.Module):
 
     @property
     def num(self) -> int:
-        return self.num_full + (self.remainder > 0)
+        return -(-self.total // self.size)
 
 
 class Block(eqx.Module):
@@ -110,6 +110,7 @@ class Block(eqx.Module):
 
     def is_new(self) -> Bool[Array, " size"]:
         """Whether each of its examples is in no microbatch before it."""
+        # Of each part, the first rows are those that the microbatch before has, too.
         return self._numbers >= self.repeated // self.parts
 
     def shares(self) -> Float[Array, " size"]:
@@ -118,6 +119,8 @@ class Block(eqx.Module):
         A weight of zero would turn an infinite derivative into NaN.
         """
         assert self.total is not None
+        # In each part, the last microbatch begins at `last`, and the one before it ends
+        # at `full`: rows from `last` to `full` are in both.
         numbers = self._numbers + self.start // self.parts
         last, full = self.total - self.size, self.total // self.size * self.size
         is_first = numbers < last // self.parts
@@ -151,6 +154,7 @@ class Block(eqx.Module):
                 f"`axis` must be one of the {array.ndim} axes of `array`, of shape "
                 f"{array.shape}; got {axis}."
             )
+        # Of a batch that is one of several, the number of all examples is not known.
         if self.total is not None and array.shape[axis] != self.total:
             raise ValueError(
                 f"`array` must have all {self.total} examples along axis {axis}; got "
@@ -177,6 +181,7 @@ def _block_of_rows(
 ) -> Shaped[Array, "..."]:
     if isinstance(start, int):
         return lax.slice_in_dim(array, start, start + size, 1, axis)
+    # No start is negative: nothing has to be selected in each step.
     return lax.dynamic_slice_in_dim(
         array, start, size, axis, allow_negative_indices=False
     )
@@ -197,6 +202,7 @@ def split_parts(x: Shaped[Array, "..."], axis: int, parts: int) -> Shaped[Array,
     """Splits an axis into an axis of parts and an axis of rows within a part."""
     rows = x.shape[axis] // parts
     shape = (*x.shape[:axis], parts, rows, *x.shape[axis + 1 :])
+    # The parts are what devices share; the rows of a part are on one of them.
     spec = [*spec_of(x)]
     return _reshape(x, shape, [*spec[: axis + 1], None, *spec[axis + 1 :]])
 
@@ -216,6 +222,7 @@ def _reshape(
 ) -> Shaped[Array, "..."]:
     if not is_explicit(x):
         return x.reshape(shape)
+    # With explicit axes, JAX does not guess the sharding of an axis that is split.
     sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*spec))
     return jnp.reshape(x, shape, out_sharding=sharding)
 
@@ -240,23 +247,28 @@ def rearranged(
 
 
 def _dealt(x: Array, axis: int, blocks: Blocks) -> Array:
+    """Rows in the order of the examples, dealt out to the parts."""
     num, parts = blocks.num_full, blocks.parts
     before, after = x.shape[:axis], x.shape[axis + 1 :]
-    full, *rest = _full_and_rest(x, axis, blocks)
+    full, *remainder = _full_and_rest(x, axis, blocks)
+    # `[num, parts, share]` to `[parts, num, share]`: a part has a share of each.
     full = full.reshape(*before, num, parts, -1, *after)
     full = jnp.swapaxes(full, axis, axis + 1)
-    shares = [x.reshape(*before, parts, -1, *after) for x in (full, *rest)]
+    shares = [x.reshape(*before, parts, -1, *after) for x in (full, *remainder)]
+    # Its share of the remainder comes last in each part.
     return jnp.concatenate(shares, axis + 1).reshape(x.shape)
 
 
 def _put_back(x: Array, axis: int, blocks: Blocks) -> Array:
+    """The inverse of `_dealt`."""
     num, parts = blocks.num_full, blocks.parts
     before, after = x.shape[:axis], x.shape[axis + 1 :]
     x = x.reshape(*before, parts, -1, *after)
-    full, *rest = _full_and_rest(x, axis + 1, blocks)
+    full, *remainder = _full_and_rest(x, axis + 1, blocks)
+    # `[parts, num, share]` to `[num, parts, share]`, as the examples were.
     full = full.reshape(*before, parts, num, -1, *after)
     full = jnp.swapaxes(full, axis, axis + 1)
-    shares = [x.reshape(*before, -1, *after) for x in (full, *rest)]
+    shares = [x.reshape(*before, -1, *after) for x in (full, *remainder)]
     return jnp.concatenate(shares, axis)
 
 
@@ -264,6 +276,7 @@ def _full_and_rest(x: Array, axis: int, blocks: Blocks) -> list[Array]:
     """The rows of full microbatches, and those of the remainder if there are any."""
     if blocks.remainder == 0:
         return [x]
+    # There can be several rows for each example, or those of one part only.
     cut = x.shape[axis] * (blocks.total - blocks.remainder) // blocks.total
     return jnp.split(x, [cut], axis)
 
@@ -272,6 +285,8 @@ def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
     """The full microbatch number `index`."""
     first, size = index * blocks.size, blocks.size
     start, repeated = first, 0
+    # The last one starts earlier and repeats rows of the one before. As an int, the
+    # index is 0, of which this is not so.
     if blocks.overlaps and not isinstance(index, int):
         start = jnp.minimum(first, blocks.total - size)
         repeated = first - start
@@ -281,6 +296,7 @@ def full_block(blocks: Blocks, index: int | Int[Array, ""]) -> Block:
 
 def remainder_block(blocks: Blocks) -> Block:
     """The microbatch that comes after the full ones."""
+    # With the repeated rows, it is as large as the full ones.
     repeated = blocks.size - blocks.remainder if blocks.overlaps else 0
     index, size = blocks.num_full, blocks.remainder + repeated
     start = index * blocks.size - repeated

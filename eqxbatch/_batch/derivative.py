@@ -2,14 +2,14 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, PyTree, Real
+from jaxtyping import Array, PyTree, UInt32
 
 from .._base.compile import num_bytes
 from .._base.dtypes import weighted_totals, widened
@@ -18,7 +18,7 @@ from .._base.structs import array_structs
 from .._base.traced_function import TracedFunction
 from .._base.trees import difference, safe_zip, shown
 from .accumulators import Concat
-from .arguments import Arguments, RowArrays
+from .arguments import Arguments
 from .batch import Batch, unbatched
 from .loop import accumulated, run_blocks
 from .loss import Loss, split_examples
@@ -56,6 +56,7 @@ def like_parameters(what: str, vector: PyTree, diff: PyTree) -> list[Array]:
     """
 
     def as_array(x: PyTree, like: PyTree) -> Any:
+        # Only a number has no dtype to compare: that of an array must be right.
         is_number = isinstance(x, (float, complex)) and getattr(like, "shape", 1) == ()
         return jnp.asarray(x, like.dtype) if is_number else x
 
@@ -147,19 +148,21 @@ class AbstractDerivative(AbstractTransform):
         if isinstance(first, (float, complex)):
             first = jnp.asarray(first)  # A number counts as a scalar array.
         name = "The first argument, which the derivative is with respect to,"
-        chosen = are_parameters(first, self.where, self.filter_spec, name)
+        mask = are_parameters(first, self.where, self.filter_spec, name)
         # What a result shows as None is only worth a word if it was asked for.
         is_default = self.where is None and self.filter_spec is eqx.is_inexact_array
         if not (self.has_gaps and is_default):
             warn_of_numbers(first, self.where, self.filter_spec, name)
         warn_of_flax(first)
-        diff, nondiff = eqx.partition(first, chosen)
+        diff, nondiff = eqx.partition(first, mask)
+        # Only what is differentiated has to fit: constants may be complex.
         if not self.allows_complex:
             _check_complex(diff, self.holomorphic)
         return SplitArgument(diff, nondiff)
 
     def loss_of(self, args: Arguments, kwargs: dict[str, Any]) -> Loss:
         """The function and its arguments in a call of the transformed function."""
+        # It belongs to the transform, as the vector of a product does.
         if self.second_argument is not None:
             args = (*args[:1], *args[2:])
         diff, nondiff = self.parameters(args, kwargs)
@@ -191,6 +194,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
 
     @property
     def overlaps(self) -> bool:
+        # Sums weight the examples of two microbatches by one half each.
         return True
 
     def __check_init__(self) -> None:
@@ -214,22 +218,25 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
         self,
         loss: Loss,
         program: TracedFunction,
-        sums: Callable[[list, Real[Array, " n"] | None], list],
+        sums: Callable[[Rows], list],
         per_example: Callable[[list], PyTree],
+        keys: UInt32[Array, "n words"] | None = None,
     ) -> Totals:
         """Accumulates results over all microbatches.
 
-        `sums(rows, weights)` returns (weighted) sums over a microbatch, and
-        `per_example(rows)` results along axis 0. The results are in at least float32.
-        The `program` is that of one example, and examples of weight 0 have no influence
-        on sums.
+        `sums(rows)` returns (weighted) sums over a microbatch, whose rows have the
+        `keys`, and `per_example(arrays)` results along axis 0. The results are in at
+        least float32. The `program` is that of one example, and examples of weight 0
+        have no influence on sums.
         """
         blocks, accumulator = loss.blocks, self.accumulator
         if blocks is None:
-            return Totals(sums([], None), per_example([]))
+            return Totals(sums(Rows([], (), 1)), per_example([]))
+        # A weight of the value is one of the gradient only if that is linear in it.
         if not program.backward.is_linear:
-            sums = weighted_after(sums, loss.batch.axes)
-        batch = rows_and_weights(accumulator, loss.batch)
+            sums = weighted_after(sums)
+        # Rows of weight 0 may be NaN, which times 0 is NaN: others take their places.
+        batch = rows_and_weights(accumulator, loss.batch).with_(keys=keys)
         padding = Padding.of(batch)
 
         def run(rows: Rows) -> Totals:
@@ -241,7 +248,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
                 if share != 1:
                     ones = jnp.ones(rows.total) if weights is None else weights
                     weights = ones * share
-                return sums(counting.arrays, weights)
+                return sums(counting.with_(weights=weights))
 
             is_narrow = program.is_narrow
             totals = weighted_totals(shares, rows.total, rows.weights, is_narrow)
@@ -251,6 +258,7 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
             return Totals(totals, per_example(rows.arrays))
 
         def slots(output: Totals) -> Slots:
+            # A part without arrays, such as None, needs no accumulator.
             of_examples = Concat() if array_structs(output.aux) else None
             return as_slots(Totals(OfTotals(accumulator), of_examples), output)
 
@@ -258,34 +266,38 @@ class AbstractOverExamples(AbstractDerivative, AbstractMicrobatched, AbstractSha
 
 
 # Sums over the rows of a microbatch, with weights or without.
-_Sums = Callable[[list, Real[Array, " n"] | None], list]
+_Sums = Callable[[Rows], list]
 
 
-def weighted_after(sums: _Sums, axes: Sequence[int]) -> _Sums:
+def weighted_after(sums: _Sums) -> _Sums:
     """Weighted sums of the results for each example.
 
     They are right if the results are not linear in a weight that comes before a
     backward pass.
     """
 
-    def of_one(rows: RowArrays) -> list:
-        return sums([jnp.expand_dims(x, a) for x, a in safe_zip(rows, axes)], None)
-
     def of_each(rows: Rows) -> list[Array]:
-        results = jax.vmap(of_one, ([*axes],))(rows.arrays)
+        def of_one(example: Rows) -> list:
+            # As a microbatch of one example, which needs no weights.
+            pairs = safe_zip(example.arrays, rows.axes)
+            arrays = [jnp.expand_dims(x, axis) for x, axis in pairs]
+            keys = None if example.keys is None else example.keys[None]
+            return sums(Rows(arrays, rows.axes, 1, keys=keys))
+
+        # Each example has its own backward pass, and weights come after it.
+        results = rows.of_each(of_one)
         whole = jax.lax.Precision.HIGHEST
         return [
             jnp.tensordot(rows.weights.astype(x.dtype), x, 1, precision=whole)
             for x in map(widened, results)
         ]
 
-    def weighted(rows: RowArrays, weights: Real[Array, " n"] | None) -> list:
-        total = rows[0].shape[axes[0]]
-        weights = jnp.ones(total) if weights is None else weights
-        both = Rows(rows, tuple(axes), total, weights=weights)
-        one = jax.eval_shape(lambda: of_each(both.slice(0, 1)))
+    def weighted(rows: Rows) -> list:
+        if rows.weights is None:
+            rows = rows.with_(weights=jnp.ones(rows.total))
+        one = jax.eval_shape(lambda: of_each(rows.slice(0, 1)))
         # As many results at a time as factors of sites would be kept.
         size = platform().factor_bytes // max(num_bytes(one), 1)
-        return accumulated(of_each, both, max(1, size), Sum())
+        return accumulated(of_each, rows, max(1, size), Sum())
 
     return weighted

@@ -55,6 +55,7 @@ def digest(tree: PyTree) -> str:
     """A digest of all arrays of a PyTree."""
     sha = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
+        # Equal arrays at other places make other results.
         sha.update(jtu.keystr(path).encode())
         add_array(sha, leaf)
     return sha.hexdigest()
@@ -107,6 +108,7 @@ def _has_no_result(eqn: Eqn) -> bool:
     """Whether a callback prints, or raises an error of `equinox.error_if`."""
     if eqn.primitive.name.startswith("debug"):
         return True
+    # The callback of `equinox.error_if` is told by the module of its function.
     fun = getattr(eqn.params.get("callback"), "callback_func", None)
     return getattr(fun, "__module__", None) == "equinox._errors"
 

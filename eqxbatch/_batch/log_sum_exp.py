@@ -82,8 +82,10 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
         self, state: _Exponentials, value: _LogTotal | Shaped[Array, "*r"], block: Block
     ) -> _Exponentials:
         x = widened(self._whole(value).log_total)
+        # The result does not depend on the shift, so that its derivative is left out.
         size = lax.stop_gradient(x.real)
         finite = jnp.where(jnp.isfinite(size), size, -jnp.inf)
+        # A new shift only where exponentials would exceed `exp(8)`: each one rounds.
         shift = jnp.where(finite > state.shift + _MARGIN, finite, state.shift)
         base = _finite(shift)
         # Without a shift, the sum is 0 or not finite.
@@ -95,11 +97,13 @@ class LogSumExp(AbstractAccumulator[_Exponentials]):
     def finalize(self, state: _Exponentials) -> Inexact[Array, "*r"]:
         sums = state.total.whole()
         log_total = _log(sums.total, _finite(state.shift))
+        # A complex `dtype` for real results adds an imaginary part, which they lack.
         is_real = not jnp.issubdtype(sums.dtype, jnp.complexfloating)
         return (log_total.real if is_real else log_total).astype(sums.dtype)
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _LogTotal:
         whole = self._whole(values)
+        # The exponential of `-inf` is 0: repeated examples add nothing.
         log_totals = block.new(whole.log_total, -jnp.inf)
         return _LogTotal(_log_sum_exp(log_totals), whole.dtype)
 
@@ -118,12 +122,14 @@ def _log_sum_exp(x: Inexact[Array, "n ..."]) -> Inexact[Array, "..."]:
 
 
 def _finite(shift: Array) -> Array:
+    """The shift, or 0 where there is none: `inf - inf` would be NaN."""
     return jnp.where(jnp.isfinite(shift), shift, 0)
 
 
 def _log(total: Inexact[Array, "*r"], shift: Array) -> Inexact[Array, "*r"]:
     """`log(total) + shift`, with derivative zero if the total is zero."""
     is_empty = total == 0
+    # Of `log(0)`, the derivative is infinite, and times 0 it would be NaN.
     log_total = jnp.log(jnp.where(is_empty, jnp.ones_like(total), total))
     log_total = log_total + shift.astype(total.dtype)
     return jnp.where(is_empty, jnp.asarray(-jnp.inf, total.dtype), log_total)

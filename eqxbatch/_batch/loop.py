@@ -166,6 +166,7 @@ def runs_once(closed: JaxprAndConsts) -> bool:
     Effects would happen twice, and calls of the host are often the whole cost. A custom
     backward pass may return something for an example whose cotangent is zero.
     """
+    # The use of an axis name is an effect, too, but nothing happens twice by it.
     if len(closed.effects) > len(axis_names(closed.jaxpr)):
         return True
     if calls_host(closed):
@@ -200,6 +201,7 @@ def _at_once(
     block = full_block(blocks, 0)
     with jax.named_scope("microbatch"):
         output = fun(rows)
+    # What is no array needs no accumulator, and is returned as it is.
     outs, static = eqx.partition(output, eqx.is_array)
     slots = accumulators(eqx.combine(jax.eval_shape(lambda x: x, outs), static))
     leaves = jtu.tree_leaves(outs)
@@ -242,6 +244,7 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
         used = [by_number[i].accumulator for i in jtu.tree_leaves(numbers)]
         name = f"output{jtu.keystr(path)}, a {type(x).__name__},"
         axes = {acc.axis for acc in used if isinstance(acc, Concat)}
+        # These take a sparse array as it is, and add nothing to its arrays.
         if all(acc.of_last or not acc.leafwise for acc in used):
             continue
         if not all(isinstance(acc, Concat) for acc in used):
@@ -251,6 +254,7 @@ def _check_sparse(slots: Slots, output: PyTree) -> None:
                 "places in each microbatch. Return it as `.todense()`, or only its "
                 "`.data` if all examples have the same indices."
             )
+        # Along a batch axis only, rows of all its arrays belong to the same examples.
         num = num_batch_axes(x)
         if len(axes) > 1 or min(axes) not in range(num):
             raise ValueError(
@@ -273,6 +277,7 @@ def _check_needs_none(slots: Slots) -> None:
 
 
 def _check_remainder(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
+    # The shape of a sparse array is static, and differs with the number of examples.
     alike = functools.partial(with_shapes_of_arrays, is_sized=False)
     output, remainder = alike(output), alike(remainder)
     # What is no array is returned once, for all microbatches.
@@ -301,32 +306,35 @@ def _check_remainder(output: PyTree, remainder: PyTree, blocks: Blocks) -> None:
 def _check_rows(
     slots: list[OutputAccumulator], output: PyTree, remainder: PyTree, blocks: Blocks
 ) -> None:
-    full, rest = array_structs(output), array_structs(remainder)
+    full, remainders = array_structs(output), array_structs(remainder)
     for slot in slots:
         accumulator, concat = slot.accumulator, slot.concat
+        # Results for each example fit any number of them. An accumulator that takes
+        # several arrays at once has rules of its own.
         if slot.per_example or len(slot.indices) != 1:
             continue
         (index,) = slot.indices
-        shape, rest_shape = full[index].shape, rest[index].shape
+        shape, last_shape = full[index].shape, remainders[index].shape
         if concat is None:
             # Most would broadcast the result of a remainder of one example.
-            if accumulator.one_shape and shape != rest_shape:
+            if accumulator.one_shape and shape != last_shape:
                 raise ValueError(
                     f"{type(accumulator).__name__} needs results of one shape, but "
                     f"output{slot.path} has shape {shape} for a microbatch of "
-                    f"{blocks.size} examples and {rest_shape} for the remainder of "
+                    f"{blocks.size} examples and {last_shape} for the remainder of "
                     f"{blocks.remainder}. Reduce it over the examples in `fun`, or use "
                     "`Concat()`."
                 )
             continue
         axis = concat.axis_of(full[index])
-        rows, rest_rows = shape[axis], rest_shape[axis]
+        # The result has room for what full microbatches leave of its rows.
+        rows, last_rows = shape[axis], last_shape[axis]
         expected = concat.extent(full[index], blocks) - blocks.num_full * rows
-        if rest_rows != expected:
+        if last_rows != expected:
             raise ValueError(
                 f"Concat cannot join the parts of output{slot.path}: it has {rows} "
                 f"rows for a microbatch of {blocks.size} examples, so that {expected} "
-                f"were expected, but there are {rest_rows} rows for the remainder of "
+                f"were expected, but there are {last_rows} rows for the remainder of "
                 f"{blocks.remainder}. Choose a microbatch size that divides "
                 f"{blocks.total}, or one that does not divide {rows}; or use another "
                 "accumulator, such as `Last()` for what each microbatch replaces."

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -55,11 +55,13 @@ def split_examples(
                 f"batched: it must have {num} entries for {len(args)} positional "
                 f"arguments; got {shown(in_axes)}."
             )
+        # The first argument is not in the user's prefix, and is never batched.
         in_axes = (None, *in_axes)
     else:
         in_axes = (None, *[in_axes] * num)
     shares = {"shares_states": shares_states}
     batch = split_batch(fun, in_axes, args, kwargs, **shares, num_leading=1)
+    # JAX sees no arrays in an instance that is no PyTree, and so nothing is batched.
     unseen = unseen_arrays(getattr(fun, "__self__", None))
     if not batch.arrays and unseen:
         raise ValueError(
@@ -69,6 +71,7 @@ def split_examples(
     return batch
 
 
+# For a function that uses a named axis, as BatchNorm does in training mode.
 _IF_NAMED = (
     "To train such layers, pass this name to `filter_micro_grad` as `axis_name`. Other "
     "derivatives for examples are not defined if `fun` couples examples: switch such "
@@ -76,7 +79,16 @@ _IF_NAMED = (
 )
 
 
+# For a function of one microbatch, which is called for one example of it.
 _IF_COUPLED = "With an `axis_name`, pass the loss of one example."
+
+
+class _OfExample(NamedTuple):
+    """What the loss of one of several coupled examples returns, by how it is mapped."""
+
+    value: Any
+    state: PyTree
+    aux: PyTree
 
 
 class Loss(eqx.Module):
@@ -123,12 +135,14 @@ class Loss(eqx.Module):
 
     def outputs(self, diff: PyTree, rows: RowArrays) -> OutputAndAux:
         """The output of the function, of any type, and aux."""
-        (_, *rest), kwargs = self.batch.arguments(rows)
+        (_, *following), kwargs = self.batch.arguments(rows)
+        # `batch` has the first argument as it was; here, `diff` may be another point.
         first = eqx.combine(diff, self.nondiff)
         fun, setting, pair = self.names
-        out = called(self.fun, (first, *rest), kwargs, f"`{fun}`")
+        out = called(self.fun, (first, *following), kwargs, f"`{fun}`")
         is_pair = isinstance(out, tuple) and len(out) == 2
         if not self.has_aux:
+            # The new state of layers such as BatchNorm needs no `has_aux`.
             has_state = self.axis_name is not None and is_pair and is_state(out[1])
             return out if has_state else (out, None)
         if not is_pair:
@@ -146,19 +160,21 @@ class Loss(eqx.Module):
         call = functools.partial(self, diff)
         other_name = OTHER_AXIS_NAME.format(self.axis_name)
 
-        def one(rows: RowArrays) -> tuple[Array, PyTree, PyTree]:
+        # An error says whether the function wants another axis name than it gets here.
+        def one(rows: RowArrays) -> _OfExample:
             with explained_failure(
                 call, self.batch, "example", _IF_COUPLED, None, other_name
             ):
                 value, aux = call(rows)
-            return value, *eqx.partition(aux, is_state, is_leaf=is_state)
+            return _OfExample(value, *eqx.partition(aux, is_state, is_leaf=is_state))
 
         # Coupled examples have one state, and each has its value and the rest of aux.
-        in_axes, out_axes = ([*self.batch.axes],), (0, None, eqx.if_array(0))
+        in_axes, out_axes = ([*self.batch.axes],), _OfExample(0, None, eqx.if_array(0))
         axes = {"in_axes": in_axes, "out_axes": out_axes, "axis_name": self.axis_name}
         mapped = eqx.filter_vmap(one, **axes)
         try:
-            values, states, others = mapped(rows)
+            # JAX finds out whether the state is the same for all of them.
+            values, states, aux = mapped(rows)
         except ValueError as e:
             if "out_axes is None" in str(e):
                 e.add_note(
@@ -167,7 +183,7 @@ class Loss(eqx.Module):
                     "or return the part of each example as aux, outside of the state."
                 )
             raise
-        return values, eqx.combine(states, others, is_leaf=is_state)
+        return values, eqx.combine(states, aux, is_leaf=is_state)
 
     def traced(
         self,
@@ -186,6 +202,7 @@ class Loss(eqx.Module):
             with explained_failure(whole, batch, "example", if_whole, None, _IF_NAMED):
                 return TracedFunction(run, diff, batch.arrays, batch.axes)
         except Exception as e:
+            # Without a batch, the function may be one of a single example.
             if not batch.arrays and self._is_of_one(is_value=fun is None):
                 e.add_note(
                     "`fun` is called once with all arguments, as `in_axes` is None, "
@@ -212,8 +229,9 @@ class Loss(eqx.Module):
         try:
             args, kwargs = self.batch.arguments([])
             batch = split_examples(self.fun, eqx.if_array(0), args, kwargs)
-            one = dataclasses.replace(self, batch=batch)
-            run = one if is_value else one.outputs
+            of_one = dataclasses.replace(self, batch=batch)
+            run = of_one if is_value else of_one.outputs
+            # Whatever it raises, it is no function of one example.
             TracedFunction(run, self.diff, batch.arrays, batch.axes)
         except Exception:
             return False
@@ -222,6 +240,7 @@ class Loss(eqx.Module):
 
 def check_value(value: PyTree, holomorphic: bool = False, what: str = "fun") -> Array:
     kind = jnp.complexfloating if holomorphic else jnp.floating
+    # Python's and NumPy's floats are values, too.
     if eqx.is_array_like(value):
         value = jnp.asarray(value)
         if value.shape == () and jnp.issubdtype(value.dtype, kind):

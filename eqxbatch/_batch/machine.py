@@ -29,9 +29,9 @@ def _physical_bytes() -> int:
 
 def _of_machine(root: pathlib.Path) -> Iterator[int]:
     for line in _lines(root / "proc/meminfo"):
-        name, _, rest = line.partition(":")
+        name, _, amount = line.partition(":")
         if name == "MemAvailable":
-            yield int(rest.split()[0]) * 1024
+            yield int(amount.split()[0]) * 1024
 
 
 def _of_groups(root: pathlib.Path) -> Iterator[int]:
@@ -42,6 +42,8 @@ def _of_groups(root: pathlib.Path) -> Iterator[int]:
     """
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = line.split(":", 2)
+        # Version 2 of control groups has one hierarchy, number 0, and version 1 has one
+        # for each controller. Their files have other names.
         if number == "0":
             top, limit, use = "sys/fs/cgroup", "memory.max", "memory.current"
             cache = "inactive_file"

@@ -81,6 +81,7 @@ def explained_failure(
         )
         listed = ", ".join(shapes)
         note = f"`{name}` is called with {what}, {listed}, and raises this error."
+        # JAX names the missing axis in the message only.
         if isinstance(e, NameError) and "unbound axis name" in str(e):
             axis = str(e).partition("axis name: ")[2].partition(".")[0]
             e.add_note(f"{note} {_NAMED.format(axis)} {if_named}")
@@ -199,6 +200,7 @@ Size = int | MemoryBudget | None
 def _parse_bytes(value: int | str, name: str = "max_bytes") -> int:
     number: Any = value
     if isinstance(value, str):
+        # A number, a decimal or binary prefix, and an optional B: 500MB, 2GiB, 1.5g.
         match = re.fullmatch(
             r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", value, re.I
         )
@@ -277,7 +279,10 @@ def check_size(name: str, size: Size | str) -> Size:
     # Digits alone are a number of rows by mistake.
     if isinstance(size, str) and not size.strip().isdecimal():
         size = MemoryBudget(_parse_bytes(size, name))
-    remedy = "It sets the shapes of the compiled program."
+    remedy = (
+        "It sets the shapes of the compiled program. A string such as '500MB' is a "
+        "budget of memory."
+    )
     check_types({name: size}, {name: Size}, {name: remedy}, always=True)
     if size is None or isinstance(size, MemoryBudget):
         return size
@@ -397,6 +402,7 @@ def lowered_program(
         return jex.jaxpr_as_fun(inner)(*args[num:])
 
     args = [*closed.consts, *leaves]
+    # Outside of the `vmap`s around this call, their axis names would be unbound.
     program = _within_vmaps(program, axis_names(closed.jaxpr) - manual_axes())
     if is_manual:
         program, structs = on_all_devices(program, args)

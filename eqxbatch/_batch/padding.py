@@ -36,6 +36,7 @@ class Padding(eqx.Module):
         if weights is None or weights.shape[0] == 0 or not rows.arrays:
             return None
         counts = weights.astype(bool)
+        # `argmax` finds the first row that counts, or row 0 if none does: no mark then.
         first = counts & (jnp.arange(weights.shape[0]) == jnp.argmax(counts))
         pairs = safe_zip(rows.arrays, rows.axes)
         row = [_marked_row(x, first, axis) for x, axis in pairs]
@@ -62,8 +63,10 @@ def _marked_row(x: Array, is_marked: Array, axis: int) -> Array:
     The others add zeros to it, so that no device has to send more than its sum.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # Keys cannot be added, but the integers that they are made of can.
         data = _marked_row(jr.key_data(x), is_marked, axis)
         return jr.wrap_key_data(data, impl=jr.key_impl(x))
+    # Without a mark, all rows are zeros in the sum, and ones take its place.
     has_mark = jnp.any(is_marked)
     is_marked = _along(is_marked, x, axis)
     if x.dtype == jnp.bool_:
@@ -89,8 +92,10 @@ def _counting(x: Array, row: Array, weights: Array, *, axis: int) -> Array:
 @_counting.def_jvp
 def _counting_jvp(primals: Primals, tangents: Tangents, *, axis: int) -> Dual:
     (x, row, weights), (t_x, _, t_weights) = primals, tangents
+    # The derivative with respect to a weight needs the row as it is.
     if t_weights is not None:
         return x, t_x
+    # The row in the place of padding is a constant, so its tangent is zero.
     counts = _along(weights.astype(bool), x, axis)
     zero = jnp.zeros((), t_x.dtype)
     return jnp.where(counts, x, row), jnp.where(counts, t_x, zero)
@@ -106,4 +111,5 @@ def _unless_padding_jvp(primals: Primals, tangents: Tangents) -> Dual:
     (total, weights), (t_total, t_weights) = primals, tangents
     if t_weights is not None:
         return total, t_total
+    # The tangent of a sum over padding may be NaN as well, and is dropped with it.
     return _unless_padding(total, weights), _unless_padding(t_total, weights)

@@ -24,17 +24,18 @@ def are_parameters(
         )
     selected = _selected(model, filter_spec)
     numbers = range(len(leaves)) if where is None else _python_numbers(model, where)
-    chosen = [
+    # Each of the three can leave a leaf out, and none can bring one back.
+    mask = [
         x is not _OTHER and i in numbers and eqx.is_inexact_array(leaf)
         for i, (x, leaf) in enumerate(safe_zip(selected, leaves))
     ]
-    if not any(chosen):
+    if not any(mask):
         raise ValueError(
             "`where` and `filter_spec` leave no parameters: no array of an inexact "
             "dtype is selected. Select the arrays that the derivative is to be "
             "with respect to."
         )
-    return jtu.tree_unflatten(treedef, chosen)
+    return jtu.tree_unflatten(treedef, mask)
 
 
 # The remedy for a vector in place of a PyTree like the parameters.
@@ -44,6 +45,7 @@ UNRAVEL = (
 )
 
 
+# In place of a leaf that is left out. None would lose its place among the leaves.
 _OTHER = object()
 
 
@@ -70,6 +72,7 @@ def warn_of_numbers(
     a module are its settings, and those in a partial function are its arguments.
     """
     leaves, _ = jtu.tree_flatten_with_path(model)
+    # Numbers inside of these are no suspects: JAX stops at them, so their paths differ.
     holds = lambda x: isinstance(x, (eqx.Module, functools.partial))
     paths = {path for path, _ in jtu.tree_leaves_with_path(model, is_leaf=holds)}
     suspects = [
@@ -81,6 +84,7 @@ def warn_of_numbers(
     ]
     if not suspects:
         return
+    # Only now, because most models have no such numbers.
     selected = _selected(model, filter_spec)
     picked = range(len(leaves)) if where is None else _python_numbers(model, where)
     # The default does not say that a number is left out on purpose.
@@ -104,6 +108,7 @@ def warn_of_flax(model: PyTree) -> None:
 
     A program is a function of one example, so that such changes are lost.
     """
+    # By the names of its classes and modules: Flax need not be installed.
     is_active = lambda x: any(_active_layers(x))
     nodes = [x for x in jtu.tree_leaves(model, is_leaf=is_active) if is_active(x)]
     if any("Dropout" in type(x).__name__ for x in nodes):
@@ -140,10 +145,12 @@ class _Number:
 def _python_numbers(model: PyTree, where: Callable) -> set[int]:
     """The indices of the leaves that `where` picks."""
     leaves, treedef = jtu.tree_flatten(model)
+    # Numbers in place of leaves tell where `where` goes, without looking at arrays.
     marked = jtu.tree_unflatten(treedef, [_Number(i) for i, _ in enumerate(leaves)])
     try:
         picked = jtu.tree_leaves(where(marked))
     except AttributeError as e:
+        # Any other attribute is missing in the model itself: the error is the user's.
         if not isinstance(e.obj, _Number):
             raise
         raise _not_a_part(f"it uses `.{e.name}` of one") from e
@@ -166,6 +173,8 @@ def as_where(where: PyTree) -> Any:
     called, but as the module that it is like.
     """
     parts = jtu.tree_leaves(where)
+    # A module of bools can be called, as the module that it is like. Its strings are
+    # settings. A function is a leaf by itself.
     is_mask = len(parts) > 1 and all(isinstance(x, bool | str) for x in parts)
     is_function = callable(where) and not is_mask and not any(map(eqx.is_array, parts))
     if where is not None and not is_function:

@@ -116,6 +116,7 @@ class Passes:
             self.after.append(Pass(none, zero, zero, example, rows.axes, of_last))
             pass_ = self.after[-1]
         else:
+            # A call makes its passes in the same order for each batch.
             pass_ = self.before[self.number]
             self.after.append(pass_)
             if self.runs and example != pass_.example:
@@ -147,8 +148,9 @@ class Passes:
                 for s, x in safe_zip(slots, states)
             ]
         if self.before is None or self.runs:
-            kept = [x if s.continues else None for s, x in safe_zip(slots, states)]
-            pass_ = dataclasses.replace(pass_, states=kept)
+            # Rows that are joined leave with each batch, and are no state.
+            carried = [x if s.continues else None for s, x in safe_zip(slots, states)]
+            pass_ = dataclasses.replace(pass_, states=carried)
         if self.runs:
             pass_ = dataclasses.replace(
                 pass_,
@@ -182,6 +184,7 @@ def current_passes() -> Passes | None:
 @contextlib.contextmanager
 def of_passes(passes: Passes | None) -> Iterator[None]:
     """A context in which each `run_blocks` is one of these passes."""
+    # `split_batch` refuses rows in what all batches share.
     shared = () if passes is None else passes.shared
     with assigned(_CURRENT, passes), assigned(BEFORE_BATCHES, shared):
         yield

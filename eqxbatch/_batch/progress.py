@@ -3,7 +3,7 @@
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import equinox as eqx
 
@@ -71,7 +71,14 @@ class AbstractProgressMeter(eqx.Module, Generic[_State]):
         """Called once when the loop ends, whether all blocks are done or not."""
 
 
-class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
+class _Bar(NamedTuple):
+    """A bar of tqdm, and the number of NaNs so far."""
+
+    bar: Any
+    num_nans: int
+
+
+class TqdmProgressMeter(AbstractProgressMeter[_Bar]):
     """A tqdm progress bar: blocks done, blocks per second, time left, and NaNs.
 
     Needs the extra `progress`: `pip install "equinox-batch[progress]"`.
@@ -104,25 +111,24 @@ class TqdmProgressMeter(AbstractProgressMeter[tuple[Any, int]]):
 
     __check_init__ = check_fields
 
-    def start(self, num_blocks: int | None, num_done: int) -> tuple[Any, int]:
+    def start(self, num_blocks: int | None, num_done: int) -> _Bar:
         tqdm = import_extra("tqdm.auto", "TqdmProgressMeter", "progress").tqdm
         # Blocks of an earlier run do not count for the speed of this one.
         texts = {"desc": self.description, "unit": self.unit or "block"}
-        return tqdm(total=num_blocks, initial=num_done, **texts), 0
+        return _Bar(tqdm(total=num_blocks, initial=num_done, **texts), 0)
 
-    def step(
-        self, state: tuple[Any, int], num_nans: int, residual: float | None = None
-    ) -> tuple[Any, int]:
-        bar, total = state[0], state[1] + num_nans
+    def step(self, state: _Bar, num_nans: int, residual: float | None = None) -> _Bar:
+        bar, total = state.bar, state.num_nans + num_nans
+        # Only `update` draws the bar, and not more often than it has to.
         if num_nans:
             bar.set_postfix(NaN=total, refresh=False)
         if residual is not None:
             bar.set_postfix(residual=f"{residual:.1e}", refresh=False)
         bar.update()
-        return bar, total
+        return _Bar(bar, total)
 
-    def close(self, state: tuple[Any, int]) -> None:
-        state[0].close()
+    def close(self, state: _Bar) -> None:
+        state.bar.close()
 
 
 # What users pass for a meter.
@@ -155,6 +161,7 @@ def metered(
     if isinstance(meter, TqdmProgressMeter):
         texts = meter.description or description, meter.unit or unit
         meter = TqdmProgressMeter(*texts)
+    # A list, because each step replaces the state, which `finally` needs as it is then.
     states = [meter.start(num, num_done)]
 
     def step(num_nans: Any, *residual: float) -> None:

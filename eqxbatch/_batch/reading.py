@@ -60,7 +60,8 @@ def as_numpy(x: PyTree) -> np.ndarray:
         # Unlike `numpy.asarray`, this keeps a mask.
         array = np.asanyarray(x)
     except TypeError as e:
-        # PyTorch knows no NumPy arrays of bfloat16 and float8, and JAX does.
+        # PyTorch knows no NumPy arrays of bfloat16 and float8, and JAX does
+        # (https://github.com/pytorch/pytorch/issues/110285).
         array = _by_dlpack(x, e)
     check_unmasked(array)
     return np.asarray(array)
@@ -95,12 +96,15 @@ _ALIGNED = 64
 def copied(x: PyTree) -> np.ndarray:
     """A copy that nobody writes to, and that JAX does not copy again on a CPU.
 
-    JAX shares memory that is aligned, even if it is told not to.
+    JAX shares memory that is aligned, even if it is told not to
+    (https://github.com/jax-ml/jax/issues/37830).
     """
     x = np.asarray(x)
     dtype = x.dtype.newbyteorder("=")
+    # Objects are references, which bytes must not stand for.
     if dtype.hasobject:
         return np.array(x)
+    # NumPy promises no such alignment, so there is room to begin later.
     memory = np.empty(x.nbytes + _ALIGNED, np.uint8)
     start = -memory.ctypes.data % _ALIGNED
     copy = memory[start : start + x.nbytes].view(dtype).reshape(x.shape)

@@ -81,6 +81,10 @@ class Run(eqx.Module):
     checkpoint: bool = eqx.field(static=True)
     differentiated: Rows | None = eqx.field(static=True, default=None)
 
+    def __repr__(self) -> str:
+        blocks = self.blocks
+        return f"Run({blocks.num} microbatches of {blocks.size}: {self.slots})"
+
     @property
     def is_limit_traced(self) -> bool:
         return eqx.is_array(self.limit)
@@ -125,9 +129,9 @@ class Run(eqx.Module):
                 is_after, states, run = after_loop(
                     num_ran == self.num_steps, states, self
                 )
-            rest = run.values(block, None, is_after)
-            states = self.updated(states, rest, block)
-            pieces.append(rest)
+            values_after = run.values(block, None, is_after)
+            states = self.updated(states, values_after, block)
+            pieces.append(values_after)
         # Outputs of the loop transpose in place, so values are joined only now.
         results = [
             self.joined(slot, value, [piece[i] for piece in pieces])
@@ -189,6 +193,7 @@ class Run(eqx.Module):
         if self.num_steps == 0:
             return _Ran(states, [], 0)
         if not self.is_loop:
+            # One step is known to be the first: its rows are a static slice.
             block = full_block(self.blocks, 0)
             values = self.values(block, None, None)
             return _Ran(self.updated(states, values, block), [values], 1)
@@ -219,6 +224,7 @@ class Run(eqx.Module):
 
     def cut(self, x: Array, axis: int) -> Array:
         """The full microbatches of an array, along a new axis 0."""
+        # `[..., rows, ...]` to `[steps, ..., size, ...]`, in each part by itself.
         num, parts = self.num_steps, self.blocks.parts
         is_split = are_split(x, axis, parts)
         if is_split:
@@ -237,6 +243,7 @@ class Run(eqx.Module):
 
         Of its rows, those that are not in `rows` are cut out here.
         """
+        # Past the limit, a microbatch costs nothing: it does not run at all.
         if self.is_limit_traced:
             in_limit = block.index < self.limit
             condition = in_limit if condition is None else condition & in_limit
@@ -247,8 +254,9 @@ class Run(eqx.Module):
             if rows is None:
                 rows = self.rows.at(of_parts)
             else:
-                others = eqx.filter(self.rows, self.differentiated, inverse=True)
-                rows = eqx.combine(rows, others.at(of_parts))
+                # The scan has cut the rows to differentiate; others are read here.
+                unscanned = eqx.filter(self.rows, self.differentiated, inverse=True)
+                rows = eqx.combine(rows, unscanned.at(of_parts))
             if block.is_remainder:
                 jaxpr, consts = self.remainder, self.remainder_consts
             else:
@@ -291,6 +299,7 @@ class Run(eqx.Module):
     def merged(self, slot: OutputAccumulator, stacked: Array) -> Array:
         """Undoes `cut`: merges the new axis 0 of microbatches with their rows."""
         value = jax.eval_shape(lambda x: x[0], stacked)
+        # `[steps, ..., size, ...]` to `[..., rows, ...]`, in each part by itself.
         axis, parts = self.rows_of(slot, value)
         if are_split(stacked, axis + 1, parts):
             stacked = split_parts(stacked, axis + 1, parts)
@@ -306,6 +315,7 @@ class Run(eqx.Module):
         axis, parts = self.rows_of(slot, value)
         whole = jax.eval_shape(lambda: slot.accumulator.init(value, self.blocks))
         missing = whole.shape[axis] - sum(piece.shape[axis] for piece in pieces)
+        # Microbatches past a limit did not run: their rows are zero, as in `Concat`.
         if missing > 0 or not pieces:
             pieces = [*pieces, zeros_like(block_struct(whole, axis, missing))]
         if len(pieces) == 1:
@@ -340,10 +350,12 @@ def _loop_jvp(primals: Primals, tangents: Tangents) -> tuple:
     Microbatches are read with a dynamic slice and written with a dynamic update slice,
     which needs no copy of the batch. In reverse mode, each such slice becomes a sum
     over an array as large as the batch. `lax.scan` over the microbatches transposes in
-    place, so differentiated arrays are scanned over.
+    place, so differentiated arrays are scanned over
+    (https://github.com/jax-ml/jax/issues/15906).
     """
     (run,), (tangents,) = primals, tangents
     perturbed = jtu.tree_map(lambda _, t: t is not None, run, tangents)
+    # Only what is perturbed gets tangents: the scan cuts no other rows.
     diff, nondiff = eqx.partition(run, perturbed)
     _check_backward(run, perturbed)
 

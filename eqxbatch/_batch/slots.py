@@ -88,6 +88,9 @@ class OutputAccumulator:
     before: Any = None
     offset: tuple[Any, Any] = (0, 0)
 
+    def __repr__(self) -> str:
+        return f"{self.accumulator} for output{self.path}"
+
     def value(self, arrays: list[Array], block: Block) -> PyTree[Array]:
         """The value of a microbatch, from all arrays of its output."""
         value = jtu.tree_unflatten(self.treedef, [arrays[i] for i in self.indices])
@@ -98,6 +101,7 @@ class OutputAccumulator:
 
     def init(self, value: PyTree, blocks: Blocks) -> Any:
         """The state before the first microbatch; `value` has structs."""
+        # Summaries begin anew for each batch: `after` adds those before.
         if self.before is not None and not isinstance(
             self.accumulator, AbstractSummary
         ):
@@ -109,6 +113,7 @@ class OutputAccumulator:
 
     def update(self, state: PyTree, value: PyTree, block: Block) -> Any:
         """The state after one more microbatch."""
+        # Accumulators of users see the numbers of all batches; their total is unknown.
         if self.continues and not self.is_known:
             index, start = self.offset
             index, start = index + block.index, start + block.start
@@ -137,6 +142,7 @@ class OutputAccumulator:
     @property
     def is_known(self) -> bool:
         """Whether the accumulator is one of this package, whose states are right."""
+        # By its module, so that a subclass of a user is not taken for one of them.
         module, _, _ = type(self.accumulator).__module__.partition(".")
         is_foreign = isinstance(self.accumulator, _OptaxAccumulator)
         return module == __name__.partition(".")[0] and not is_foreign
@@ -210,12 +216,14 @@ def accumulators_of(accumulated: eqx.Module) -> dict[str, PyTree]:
 def _are_accumulators(value: PyTree) -> bool:
     leaves = jtu.tree_leaves(value, is_leaf=is_accumulator)
     leaves = [x for x in leaves if x is not None]
+    # Those of optax are told by their module, because its import is slow.
     return bool(leaves) and all(
         is_accumulator(x) or type(x).__module__.split(".")[0] == "optax" for x in leaves
     )
 
 
 def canonicalise(accumulator: PyTree) -> AbstractAccumulator | None:
+    """What a leaf of a setting stands for; None stays None."""
     if is_accumulator(accumulator):
         return accumulator
     # Imported here because the import is slow.
@@ -225,6 +233,13 @@ def canonicalise(accumulator: PyTree) -> AbstractAccumulator | None:
         return _FROM_OPTAX[accumulator.name]()
     if isinstance(accumulator, microbatching.Accumulator):
         return _OptaxAccumulator(accumulator)
+    is_class = isinstance(accumulator, type)
+    if is_class and issubclass(accumulator, AbstractAccumulator):
+        name = accumulator.__name__
+        raise TypeError(
+            f"Unknown accumulator {name}, which is a class. Pass an instance of it, "
+            f"such as `{name}()`."
+        )
     raise TypeError(
         f"Unknown accumulator {described(accumulator)}. "
         "`accumulator` takes a PyTree prefix of the output whose leaves are "
@@ -241,6 +256,9 @@ class Slots:
     slots: list[OutputAccumulator]
     _parts: list[tuple[AbstractAccumulator | None, PyTree]]
     _treedef: Any
+
+    def __repr__(self) -> str:
+        return f"Slots({', '.join(map(repr, self.slots))})"
 
     def with_states(self, output: PyTree) -> "Slots":
         """The same, with each `equinox.nn.State` merged as a whole.
@@ -270,8 +288,11 @@ class Slots:
         parts = []
         for accumulator, part in self._parts:
             if accumulator is None or _is_leafwise(accumulator, part):
+                # Each array has a result of its own, which goes to its place.
                 parts.append(with_arrays(part, remaining))
             else:
+                # One result stands for the part. What is no array can only go back into
+                # one of the same structure.
                 arrays, static = eqx.partition(part, is_struct)
                 if not jtu.tree_leaves(arrays):
                     parts.append(part)
@@ -304,6 +325,7 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
 
     slots: list[OutputAccumulator] = []
     for path, acc, part in places:
+        # A number would stay as it is, whatever is accumulated around it.
         _check_numbers(path, acc, part)
         arrays = eqx.filter(part, is_struct)
         paths, treedef = jtu.tree_flatten_with_path(arrays)
@@ -321,11 +343,11 @@ def as_slots(accumulator: PyTree, output: PyTree) -> Slots:
             are_in_states = _are_in_states(arrays)
             for i, (sub, _) in enumerate(paths):
                 name = jtu.keystr((*path, *sub))
-                at = (first + i,)
-                slots.append(
-                    OutputAccumulator(acc, at, leaf, name, in_state=are_in_states[i])
-                )
+                index, in_state = (first + i,), are_in_states[i]
+                slot = OutputAccumulator(acc, index, leaf, name, in_state=in_state)
+                slots.append(slot)
         else:
+            # It sees all arrays of its part at once, as a PyTree like it.
             indices = tuple(range(first, first + len(paths)))
             slots.append(OutputAccumulator(acc, indices, treedef, jtu.keystr(path)))
     # Parts without arrays have no slot, but return as they are.

@@ -14,6 +14,10 @@ import numpy as np
 from .._base.trees import safe_zip
 
 
+# The entries of an array that a chunk has, as an index.
+Place = tuple[slice, ...]
+
+
 class Chunk(NamedTuple):
     """A chunk of one of several arrays, by its position in chunks."""
 
@@ -41,10 +45,11 @@ class StoredArray(NamedTuple):
         numbers = [range(math.ceil(total / size)) for total, size in pairs]
         return [*itertools.product(*numbers)]
 
-    def place(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+    def place(self, index: tuple[int, ...]) -> Place:
         """The part of the array that a chunk is."""
         starts = [number * size for number, size in safe_zip(index, self.sizes)]
         pairs = safe_zip(starts, self.sizes, self.shape)
+        # The last chunk along an axis ends where the array does.
         return tuple(slice(x, min(x + size, total)) for x, size, total in pairs)
 
 
@@ -136,11 +141,13 @@ class HostStore(AbstractStore):
 class _HostWriter(AbstractWriter):
     def __init__(self, arrays: Sequence[StoredArray]):
         self.stored = arrays
+        # Most systems give memory to zeros only as they are written.
         self.arrays = [np.zeros(x.shape, x.dtype) for x in arrays]
 
     def missing(
         self, chunks: list[Chunk], source: Source = lambda _: ""
     ) -> list[Chunk]:
+        # Host memory outlives no run, so nothing is there before.
         del source
         return chunks
 
@@ -168,9 +175,11 @@ def in_threads(
     try:
         for args in arguments:
             pending.append(pool.submit(run, *args))
+            # The caller waits for the oldest result: few arguments are in memory.
             if len(pending) > most:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
+        # After an error, what has not begun never does.
         pool.shutdown(wait=True, cancel_futures=True)

@@ -50,6 +50,7 @@ from .store import (
 from .stream_state import (
     applied,
     begun,
+    Call,
     check_state,
     finished_stream,
     first_leaf,
@@ -190,6 +191,7 @@ class OverBatches(AbstractTransform):
 
     def __check_init__(self) -> None:
         transform: Any = self.transform
+        # Others loop over no batch, and have no states to keep.
         if not isinstance(transform, AbstractMicrobatched):
             raise TypeError(
                 "`over_batches` takes a transform that accumulates over a batch, such "
@@ -198,6 +200,7 @@ class OverBatches(AbstractTransform):
             )
         if self.batch_size is not None:
             check_at_least("batch_size", self.batch_size, 1)
+        # A chunk is found again by the number of its rows, which iterators do not have.
         store, size = self.store, self.batch_size
         if store is not None and size is None:
             raise ValueError(
@@ -205,13 +208,15 @@ class OverBatches(AbstractTransform):
                 "together, with arrays of all examples in place of batches; got "
                 f"`batch_size={size}` and {store}."
             )
+        # No other accumulator would take the weights that come with the batches.
         reductions = reductions_of(transform)
-        others = [x for x in reductions if not isinstance(x, AbstractTotal)]
-        if self.weighted and (others or not reductions):
+        unweighted = [x for x in reductions if not isinstance(x, AbstractTotal)]
+        if self.weighted and (unweighted or not reductions):
             raise ValueError(
                 "`weighted=True` gives weights to each `Sum` and `Mean` of the "
-                f"transform, but {transform} has {others or 'none'}. Leave it out."
+                f"transform, but {transform} has {unweighted or 'none'}. Leave it out."
             )
+        # What is for the examples of one batch says nothing of those of another.
         has_weights = lambda x: getattr(x, "weights", None) is not None
         of_batch = {
             "num_real_microbatches": getattr(transform, "num_real_microbatches", None),
@@ -231,6 +236,7 @@ class OverBatches(AbstractTransform):
 
     def init(self, *args: Any) -> StreamState:
         """The state before the first batch, the last argument."""
+        # Weights come last in a batch, and need something that they are the weights of.
         *leading, batch = args
         if self.weighted and len(arguments_of(batch)) < 2:
             raise ValueError(
@@ -262,6 +268,7 @@ class OverBatches(AbstractTransform):
         return StreamState(passes, treedef, tuple(leaves))
 
     def _check_axes(self, axes: tuple[int, ...], num: int) -> None:
+        # Without a batch axis, an array would be another one in each batch.
         if len(axes) < num:
             raise ValueError(
                 f"Each array of a batch must have a batch axis, but `in_axes` of "
@@ -282,6 +289,7 @@ class OverBatches(AbstractTransform):
 
     def _ready(self, state: StreamState, args: Arguments, number: int) -> Callable:
         """A function that adds a batch to the state."""
+        # What can be wrong is said before `add` runs, which reuses the old memory.
         check_state(state)
         num = len(state.passes)
         if number not in range(num):
@@ -289,6 +297,7 @@ class OverBatches(AbstractTransform):
                 f"`number` must be that of a pass, and {self.transform} takes {num}: "
                 f"from 0 to {num - 1}; got {number}."
             )
+        # The batch moves to the device now, while the one before is still computed.
         *leading, batch = args
         batch = self._moved(batch)
         # Another form would be another program, whose states need not fit.
@@ -302,7 +311,8 @@ class OverBatches(AbstractTransform):
                 f"{', '.join(expected)}; got {', '.join(form)}."
                 f"{remedy * (len(batch) < len(state.batch))}"
             )
-        call = self._transform, (tuple(leading), batch), self.weighted, number
+        shared_and_batch = tuple(leading), batch
+        call = Call(self._transform, shared_and_batch, self.weighted, number)
 
         def add() -> tuple[StreamState, list[Array]]:
             passes, rows = updated(call, state.passes)
@@ -320,11 +330,13 @@ class OverBatches(AbstractTransform):
             what = "The number of examples in each pass over all batches"
             check_equal(what, numbers, [numbers[0]] * len(numbers))
             of_last = [path for x in state.passes for path in x.of_last]
+            # The result of the last example does not exist without one.
             if of_last and numbers[0] == 0:
                 raise ValueError(
                     f"output{of_last[0]} comes from the last example, because of "
                     "`Last` or None in `out_axes`, but no batch has an example."
                 )
+        # Marks in the result say where the joined rows of all batches belong.
         result, rows = self._finished(state, leading), [*rows]
 
         def place(x: PyTree) -> Any:
@@ -361,6 +373,7 @@ class OverBatches(AbstractTransform):
             if state is None:
                 with naming_batch(0):
                     state = self.init(*leading, batch)
+            # The first pass would use up an iterator, and all its time be lost.
             if len(state.passes) > 1 and isinstance(batches, Iterator):
                 raise ValueError(
                     f"{self.transform} takes {len(state.passes)} passes over all "
@@ -372,15 +385,17 @@ class OverBatches(AbstractTransform):
             while batch is not None:
                 with naming_batch(index):
                     state, new = add()
-                # The next batch is loaded and checked while this one is computed.
+                # A loader may write its next batch to memory that this one still reads.
                 if is_users:
                     jax.block_until_ready(state)
+                # The next batch is loaded and checked while this one is computed.
                 batch, is_users = next(upcoming, _NO_BATCH)
                 if batch is not None:
                     with naming_batch(index + 1):
                         add = self._ready(state, (*leading, batch), number)
                 with naming_batch(index):
                     jax.block_until_ready(state)
+                # Rows of all batches may be more than a device has room for.
                 rows.append(fetched_rows(new))
                 index += 1
             number += 1
@@ -395,6 +410,7 @@ class OverBatches(AbstractTransform):
                 "are read. Batches are one argument, the last: give `(x, y)` in place "
                 "of `x, y`."
             )
+        # An array can be iterated over, too, but its entries are examples.
         has = functools.partial(hasattr, batches)
         is_iterable = (has("__iter__") or has("__getitem__")) and not has("__array__")
         # Its entries are not batches, but parts of one.
@@ -412,6 +428,7 @@ class OverBatches(AbstractTransform):
     ) -> Any:
         """The rows of all batches, in a store that may have some of them already."""
         assert self.batch_size is not None
+        # The first batch tells the types of the rows, and that all results are rows.
         batches = Slices(examples, self.batch_size, is_stored=True)
         _check_concrete((leading, examples))
         with naming_batch(0):
@@ -444,9 +461,11 @@ class OverBatches(AbstractTransform):
         ]
         parts = {"transform": self.transform, "arguments": leading}
         record = lambda: fingerprint(parts, [program])
+        # The number of a chunk along axis 0 is that of the batch whose rows it has.
         indices = [x.indices() for x in arrays]
         chunks = [Chunk(i, x) for i, part in enumerate(indices) for x in part]
 
+        # Rows that were changed since make another chunk: their digest tells.
         def source(chunk: Chunk) -> str:
             with naming_batch(chunk.index[0]):
                 return digest(batches[chunk.index[0]])
@@ -472,6 +491,7 @@ class OverBatches(AbstractTransform):
                 missing = sorted({x.index[0] for x in writer.missing(share, source)})
                 total = len({x.index[0] for x in share})
                 meter = self.progress if is_own else None
+                # Writing takes place in threads while the next batches are computed.
                 writes = in_threads(write_rows, computed(writer, missing), IN_FLIGHT)
                 with (
                     metered(meter, total, total - len(missing), *_TEXTS) as step,
@@ -501,6 +521,7 @@ class OverBatches(AbstractTransform):
 
         JAX may share the memory of its arrays with those of NumPy.
         """
+        # A list or tuple keeps its batches; others may use their memory again.
         of_host: Callable = copied
         is_shared = not isinstance(batches, (list, tuple))
         # A loader may write to its arrays once it is asked for the next batch.

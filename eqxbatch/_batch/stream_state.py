@@ -56,6 +56,7 @@ class StreamState(eqx.Module):
 
 def check_state(state: PyTree) -> None:
     check_types({"state": state}, {"state": StreamState}, always=True)
+    # JAX's own error for memory that was donated does not say what to do.
     arrays = [x for x in jtu.tree_leaves(state) if isinstance(x, jax.Array)]
     if any(x.is_deleted() for x in arrays if not isinstance(x, Tracer)):
         raise ValueError(
@@ -92,10 +93,6 @@ def _weighted(transform: AbstractTransform, weights: Array) -> AbstractTransform
     return dataclasses.replace(transform, **changes)
 
 
-# A transform, its arguments, whether these have weights, and the number of a pass.
-_Call = tuple[AbstractTransform, tuple, bool, int]
-
-
 class PassesAndRows(NamedTuple):
     """The passes with a batch, and its rows along axis 0."""
 
@@ -105,6 +102,19 @@ class PassesAndRows(NamedTuple):
 
 # The arguments that all batches share, and a batch.
 _Arguments = tuple[tuple, tuple]
+
+
+class Call(NamedTuple):
+    """A call of a transform for one batch.
+
+    - `is_weighted`: whether the batch has weights.
+    - `number`: that of the pass that the batch is for.
+    """
+
+    transform: AbstractTransform
+    args: _Arguments
+    is_weighted: bool
+    number: int
 
 
 def applied(
@@ -118,6 +128,7 @@ def applied(
 
     def run(transform: AbstractTransform, args: _Arguments, *rest: Any) -> PyTree:
         leading, batch = args
+        # Each batch sees these: `split_batch` refuses them as arrays of examples.
         shared = [x for x in jtu.tree_leaves(leading) if eqx.is_array(x)]
         passes = Passes(*rest, shared=shared)
         if is_weighted:
@@ -125,6 +136,7 @@ def applied(
         with of_passes(passes):
             return select(transform.apply((*leading, *batch), {}), passes)
 
+    # The states are the same on all devices, whatever the results are.
     specs = lambda *_: PartitionSpec()
     return on_their_mesh(run, (transform, args, *of_passes_), specs)
 
@@ -137,9 +149,12 @@ def begun(
     return applied(select, transform, args, is_weighted, None)
 
 
+# The old state gives its memory to the new one. The call returns at once, so that the
+# next batch is loaded meanwhile.
 @functools.partial(compiled, donate="all-except-first", waits=False)
-def updated(call: _Call, before: list[Pass]) -> PassesAndRows:
-    return applied(with_rows, *call[:-1], before, call[-1])
+def updated(call: Call, before: list[Pass]) -> PassesAndRows:
+    transform, args, is_weighted, number = call
+    return applied(with_rows, transform, args, is_weighted, before, number)
 
 
 def with_rows(_: PyTree, passes: Passes) -> PassesAndRows:
@@ -169,6 +184,7 @@ def finished_stream(
     args = leading, jtu.tree_map(zeros, state.batch)
 
     def select(result: PyTree, passes: Passes) -> PyTree:
+        # Joined rows are in the result as they are in the passes: the same objects.
         places = {id(x[0]): RowsOfBatches(i, *x[1:]) for i, x in enumerate(passes.rows)}
         return jtu.tree_map(lambda x: places.get(id(x), x), result)
 

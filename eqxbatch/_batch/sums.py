@@ -43,6 +43,7 @@ class Total:
 
     def plus(self, value: "Total") -> "Total":
         total, lost = plus(self.total, self.lost[0], value.total)
+        # A `Sum` has no weight: nothing divides it.
         if self.weight is None:
             return Total(total, None, self.dtype, (lost, None))
         weight, lost_weight = plus(self.weight, self.lost[1], value.weight)
@@ -102,6 +103,7 @@ class VarianceState(eqx.Module):
             self.mean + delta * shares[1],
             self.mean * shares[0] + value.mean * shares[1],
         )
+        # A running mean needs no squares.
         if self.squares is None:
             return VarianceState(mean, None, counts[-1], None, self.dtype)
         # Scaled before squaring: the square alone may overflow.
@@ -137,6 +139,7 @@ class AbstractSummary(AbstractAccumulator[_Summary]):
         block, struct = full_block(blocks, 0), value
         if not is_summary(value):
             struct = jax.eval_shape(lambda value: self.whole(value, block), value)
+        # A summary of no examples is all zeros, and adding one to it is exact.
         zeros = jtu.tree_map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return zeros.before(most_parts(blocks))
 
@@ -270,6 +273,7 @@ class Mean(AbstractTotal):
     def finalize(self, state: Total | VarianceState) -> Inexact[Array, "*r"]:
         if isinstance(state, VarianceState):
             return _mean_or_nan(state)
+        # The division is in at least float32, so that it rounds only once.
         total = widened(complete(state.total, state.lost[0]))
         weight = complete(state.weight, state.lost[1])
         return (total / weight.astype(total.dtype)).astype(state.dtype)
@@ -356,8 +360,10 @@ class Variance(AbstractSummary[VarianceState]):
 
     def finalize(self, state: VarianceState) -> MeanAndVariance:
         state = state.whole()
+        # Counts may be beyond what float16 has.
         real = widest(state.squares.dtype)
         observations = state.observations.astype(real)
+        # `ddof` is for results, which in `filter_microbatch` are fewer than examples.
         unbiased = observations / (observations - self.ddof)
         variance = state.squares.astype(real) / state.count.astype(real) * unbiased
         mean = _mean_or_nan(state)
@@ -365,6 +371,7 @@ class Variance(AbstractSummary[VarianceState]):
 
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> VarianceState:
         whole = self.whole(values, block)
+        # All examples of the microbatch are there, so their mean comes first.
         mean = _mean(whole.mean, block)
         distances = block.new(whole.mean - mean[None])
         squares = jnp.sum(_abs_squared(distances), axis=0)
@@ -434,8 +441,10 @@ def _weighted_dtype(
     if requested is not None:
         check_fits(name, dtype, weights.dtype, "of `weights`")
         return dtype
+    # A float takes real weights as they are, and a complex number all weights.
     if jnp.issubdtype(dtype, jnp.inexact) and _holds(dtype, weights.dtype):
         return dtype
+    # A mask picks values and changes none.
     if weights.dtype == jnp.bool_:
         return dtype
     of_weights = jax.eval_shape(lambda x: jnp.sum(widened(x)), weights).dtype
@@ -499,6 +508,7 @@ def rows_and_weights(accumulator: PyTree, batch: Batch) -> Rows:
 
 def _sum_of_rows(values: Array, weights: Array | None, block: Block) -> Array:
     if weights is not None:
+        # `[b]` to `[b, 1, ...]`, to multiply the results of `b` examples.
         rows = block.take(weights).astype(values.dtype)
         rows = jnp.expand_dims(rows, tuple(range(1, values.ndim)))
         if jnp.issubdtype(values.dtype, jnp.inexact):
@@ -562,8 +572,8 @@ def complete(total: PyTree, lost: PyTree) -> PyTree:
 @jax.custom_jvp
 def _sum_and_rest(x: Array, y: Array) -> RoundedSum:
     """A rounded sum, and its rounding error; 0 for sums that are not finite."""
-    total, rest = _two_sum(x, y)
-    lost = jnp.where(jnp.isfinite(rest), rest, jnp.zeros_like(rest))
+    total, error = _two_sum(x, y)
+    lost = jnp.where(jnp.isfinite(error), error, jnp.zeros_like(error))
     return RoundedSum(total, lost)
 
 
@@ -576,5 +586,6 @@ def _sum_and_rest_jvp(primals: Primals, tangents: Tangents) -> Dual:
 def _two_sum(x: Array, y: Array) -> RoundedSum:
     """Knuth's exact addition: the sum of both results is that of the arguments."""
     total = x + y
+    # `x + y` is `total` plus the second result, whichever of them is larger.
     of_y = total - x
     return RoundedSum(total, (x - (total - of_y)) + (y - of_y))

@@ -108,10 +108,11 @@ class AbstractTransform(eqx.Module):
     # Unlike `__check_init__`, this comes before the checks of subclasses, which rely on
     # the types.
     def __post_init__(self) -> None:
-        check_callable(self._first, self.__wrapped__)
+        first = self._first
+        check_callable(first, self.__wrapped__)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == self._first or value is field.default:
+            if field.name == first or value is field.default:
                 continue
             # Equinox converts fields after this.
             value = field.metadata.get("converter", lambda x: x)(value)
@@ -162,8 +163,9 @@ class AbstractTransform(eqx.Module):
     def __eq__(self, other: object) -> Any:
         # `jax.jit` compiles equal functions only once.
         if isinstance(other, AbstractTransform):
-            leaves, others = jtu.tree_leaves(self), jtu.tree_leaves(other)
-            if number_types(leaves) != number_types(others):
+            # Equal numbers of other types, such as 1 and 1.0, make other programs.
+            both = [number_types(jtu.tree_leaves(x)) for x in (self, other)]
+            if both[0] != both[1]:
                 return False
         return super().__eq__(other)
 
@@ -214,6 +216,7 @@ class BoundMethod(eqx.Module):
     def __signature__(self) -> inspect.Signature:
         signature = inspect.signature(self.transform)
         parameters = [*signature.parameters.values()]
+        # `*args` take the instance as well, and stay.
         is_open = parameters and parameters[0].kind == inspect.Parameter.VAR_POSITIONAL
         return signature.replace(parameters=parameters[0 if is_open else 1 :])
 
@@ -278,6 +281,7 @@ class AbstractMicrobatched(AbstractTransform):
         blocks = Blocks(total, size, parts, in_order=self.couples and parts > 1)
         if blocks.remainder == 0 or not self.overlaps:
             return blocks
+        # As many microbatches, but each as small as they can be: fewer rows repeat.
         if _MOST_REPEATED * total < blocks.num * size - total:
             least = -(-total // (blocks.num * parts))
             # XLA for GPUs copies factors with a number of rows that 8 does not divide.
@@ -328,6 +332,7 @@ def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
 
 
 def _signature(fun: Callable) -> inspect.Signature:
+    # `inspect` looks into a partial function of Python, but not into this one.
     if isinstance(fun, eqx.Partial):
         fun = functools.partial(fun.func, *fun.args, **fun.keywords)
     return inspect.signature(fun)
@@ -342,11 +347,12 @@ def with_second(signature: inspect.Signature, name: str) -> inspect.Signature:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in kinds:
         return signature
-    first, *rest = parameters
+    first, *following = parameters
+    # Two arguments of one name make no signature.
     while name in signature.parameters:
         name += "_"
     second = first.replace(name=name, annotation=first.empty)
-    return signature.replace(parameters=[first, second, *rest])
+    return signature.replace(parameters=[first, second, *following])
 
 
 def of_function(fun: object) -> str:
@@ -374,6 +380,7 @@ def of_setting(value: PyTree) -> str:
     if eqx.is_array(value):
         return f"{value.dtype}{[*value.shape]}"
     has_arrays = any(map(eqx.is_array, jtu.tree_leaves(value)))
+    # A grid keeps the dict that users pass in one, whose order JAX does not change.
     if isinstance(value, collections.OrderedDict):
         value = dict(value)
     return f"{type(value).__name__}(...)" if has_arrays else shown(value)
@@ -392,6 +399,7 @@ def run_compiled(transform: AbstractTransform, /, *args: Any, **kwargs: Any) -> 
 def _apply(
     transform: AbstractTransform, args: Arguments, kwargs: dict[str, Any]
 ) -> Any:
+    # An array that is yet to be summed over devices would be taken for the sum.
     for name, tree in [("args", args), *kwargs.items()]:
         check_reduced(tree, name)
     apply = lambda transform, *call: transform.apply(*call)
@@ -411,6 +419,7 @@ def on_their_mesh(
     operands = on_one_mesh(operands)
     with within_mesh(operands):
         transform, *call = operands
+        # Others run as they are written, with the mesh of their arrays.
         if not isinstance(transform, AbstractSharded):
             return fun(*operands)
         specs = functools.partial(specs or transform.specs, *call)

@@ -29,6 +29,7 @@ from .store import (
     Chunk,
     Fingerprint,
     HostStore,
+    Place,
     Source,
     StoredArray,
 )
@@ -132,6 +133,7 @@ class ZarrStore(AbstractStore):
         self, arrays: Sequence[StoredArray], fingerprint: Fingerprint, is_first: bool
     ) -> AbstractWriter:
         zarr = import_extra("zarr", "ZarrStore", "store")
+        # Whatever can be wrong with the arrays is said before there is a folder.
         for x in arrays:
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
             if is_key or np.dtype(x.dtype).kind not in "biufc":
@@ -141,6 +143,7 @@ class ZarrStore(AbstractStore):
                     "instance."
                 )
         expected = {**fingerprint(), "version": self.version}
+        # Only the user knows when the results of a callback change.
         if expected["callbacks"] and self.version is None:
             raise ValueError(
                 f"The {arrays[0].kind} calls functions on the host, by "
@@ -149,6 +152,7 @@ class ZarrStore(AbstractStore):
                 "`ZarrStore(..., version='1')`, and another `version` when they change."
             )
         path = pathlib.Path(self.path)
+        # The first process makes what is missing, and all compare what is there.
         if is_first:
             _make_group(zarr, path, expected)
         what = f"has another {arrays[0].kind} than this one"
@@ -156,10 +160,12 @@ class ZarrStore(AbstractStore):
         if is_first:
             group = _opened(zarr.open_group, path, mode="r+")
             for name, x in safe_zip(_names_of(arrays), arrays):
+                # A killed run may have made only some; another may be making them.
                 if not (path / name / _METADATA).exists():
                     with contextlib.suppress(zarr.errors.ContainsArrayError):
                         _make_array(group, name, x)
         writer = _ZarrWriter(zarr, path, arrays)
+        # Only now: unfinished files in the folder of another kernel are not ours.
         writer.lock(clean=is_first)
         return writer
 
@@ -200,9 +206,11 @@ def _read_record(path: pathlib.Path) -> dict[str, Any]:
         "Nothing is deleted. Restore this file, or pass another path.",
     )
     try:
+        # Each group of zarr has such a file, but only ours this attribute.
         saved = node["attributes"][_ATTRIBUTE]
     except (KeyError, TypeError):
         saved = None
+    # Nothing in a folder that is not ours is read or written.
     if not isinstance(saved, dict):
         raise ValueError(
             f"`path` has zarr arrays that are not a kernel of eqxbatch: {path}. Pass a "
@@ -303,8 +311,10 @@ class _ZarrWriter(AbstractWriter):
             self._lock = os.open(self.path / _METADATA, os.O_RDWR)
             if clean:
                 with contextlib.suppress(BlockingIOError):
+                    # If no other run has a lock, unfinished files belong to none.
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     self._clean()
+            # Any number of runs can write, each with a lock that it shares.
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         except (ImportError, OSError) as e:
             # On Windows, and on file systems without locks.
@@ -324,6 +334,7 @@ class _ZarrWriter(AbstractWriter):
 
     def _open(self, mode: Literal["r", "r+"]) -> list:
         """The arrays, after their metadata have been compared with what is stored."""
+        # What zarr makes of the same settings now is what must be stored.
         memory = self.zarr.create_group(self.zarr.storage.MemoryStore(), zarr_format=3)
         arrays = []
         for name, stored in safe_zip(self.names, self.stored):
@@ -363,6 +374,7 @@ class _ZarrWriter(AbstractWriter):
         if values is not None:
             seal = _seal(chunk, values, source(chunk))
             return seal in self.seals[chunk.array]
+        # A damaged chunk has no use. An intact one of other rows is written over.
         if has_size is not None:
             self._file(chunk).unlink(missing_ok=True)
         return False
@@ -380,12 +392,13 @@ class _ZarrWriter(AbstractWriter):
                 raise
             return None
 
-    def _place(self, chunk: Chunk) -> tuple[slice, ...]:
+    def _place(self, chunk: Chunk) -> Place:
         return self.stored[chunk.array].place(chunk.index)
 
     def _bytes(self, chunk: Chunk) -> int:
         """The size in bytes of the entries of a chunk."""
         array = self.arrays[chunk.array]
+        # zarr stores chunks at the edges as if they were full.
         return math.prod(array.chunks) * array.dtype.itemsize
 
     def missing(
@@ -394,6 +407,7 @@ class _ZarrWriter(AbstractWriter):
         self.seals = []
         for name in self.names:
             files = sorted((self.path / name / _PLACES).glob("*"))
+            # A run that was killed may have left half a line, which then is no seal.
             lines = [file.read_text(errors="replace").split() for file in files]
             self.seals.append({line for words in lines for line in words})
         missing = [chunk for chunk in chunks if not self._has(chunk, source)]
@@ -410,6 +424,7 @@ class _ZarrWriter(AbstractWriter):
         return missing
 
     def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
+        # The line comes first: without its chunk, it does no harm.
         places = self.path / self.names[chunk.array] / _PLACES
         places.mkdir(parents=True, exist_ok=True)
         with (places / self.run).open("a") as file:

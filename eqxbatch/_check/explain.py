@@ -87,19 +87,23 @@ def explain_sites(
 
         ```
     """
-    chosen = are_parameters(model, as_where(where), filter_spec)
-    diff, nondiff = eqx.partition(model, chosen)
+    # The same choice as for derivatives, which the report is about.
+    are_diff = are_parameters(model, as_where(where), filter_spec)
+    diff, nondiff = eqx.partition(model, are_diff)
     split = lambda axes, args, kwargs: split_examples(fun, axes, (model, *args), kwargs)
-    batch, one = unbatched(args, kwargs), (args, kwargs)
+    batch, example = unbatched(args, kwargs), (args, kwargs)
     if in_axes is not None:
+        # Arguments may be types without values, so that nothing can be cut.
         batch = eqx.filter_eval_shape(split, in_axes, *_as_arrays((args, kwargs)))
-        one = _first_example(batch)
-    dynamic, static = eqx.partition(one, _has_shape)
+        example = _first_example(batch)
+    # All that has a shape is data; flags and functions are part of the program.
+    dynamic, static = eqx.partition(example, _has_shape)
 
     def of_one(diff: PyTree, dynamic: Leaves) -> PyTree:
         args, kwargs = eqx.combine(dynamic[0], static)
         return called(fun, (eqx.combine(diff, nondiff), *args), kwargs)
 
+    # A function of a whole batch fails for one example in ways that do not say so.
     whole = lambda _: eqx.filter_eval_shape(fun, model, *args, **kwargs)
     remedy = (
         "Give the function of one example; or pass `in_axes=None`, if the arguments "
@@ -108,11 +112,13 @@ def explain_sites(
     with explained_failure(whole, batch, "example", remedy):
         traced = TracedFunction(of_one, diff, [dynamic])
     paths = [jtu.keystr(path) for path, _ in jtu.tree_leaves_with_path(diff)]
-    with for_platform(platform([*traced.leaves, *jtu.tree_leaves(one)])):
+    # Costs, and so the cheapest contractions, are those of the device of the arrays.
+    with for_platform(platform([*traced.leaves, *jtu.tree_leaves(example)])):
         return report_of(traced, paths)
 
 
 def _has_shape(x: object) -> bool:
+    # Arrays of any library count, and types of arrays: the function does not run.
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
@@ -120,11 +126,13 @@ def _first_example(batch: Batch) -> CallArguments:
     """The types of the arguments of one example of a batch."""
     if batch.total() == 0:
         raise ValueError("There are no examples to look at: the batch is empty.")
+    # The first argument is the model, which `diff` and `nondiff` make up.
     (_, *args), kwargs = batch.arguments(batch.example())
     return tuple(args), kwargs
 
 
 def _as_arrays(tree: PyTree) -> PyTree:
     """Converts NumPy arrays to JAX arrays."""
+    # `equinox.if_array` gives no axis to others.
     is_numpy = lambda x: isinstance(x, (np.ndarray, np.generic))
     return jtu.tree_map(lambda x: jnp.asarray(x) if is_numpy(x) else x, tree)

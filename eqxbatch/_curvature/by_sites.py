@@ -25,6 +25,7 @@ from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .._base.versions import varying
 from .._batch.arguments import Leaves, Typed
+from .._batch.rows import Rows
 from .._sites.axes import Axes, axes_in, Axis, Named, Role
 from .._sites.contract import contract
 from .._sites.cost import contraction_cost
@@ -102,17 +103,22 @@ class AbstractSiteMatrix(abc.ABC):
     ):
         self.program, self.formed = program, formed
         self.leaves, self.requested = program.leaves, requested
+        # Pairs are alike if their leaves are, and if each of their uses has the same
+        # terms. One contraction over stacked factors then has the blocks of all.
         families = {leaf: self._family(leaf) for leaf in requested.leaves}
+        self._uses = {pair: self._uses_of(pair) for pair in requested.pairs}
         alike: dict[Hashable, list[Pair]] = {}
-        for pair in requested.pairs:
+        for pair, uses in self._uses.items():
             first, second = pair
-            kinds = tuple(itertools.starmap(self.kind, self.uses_of(pair)))
+            kinds = tuple(itertools.starmap(self.kind, uses))
             key = (families[first], families[second], kinds)
             alike.setdefault(key, []).append(pair)
         self.groups: list[list[Pair]] = []
         for pairs in alike.values():
             # As many at once as have blocks of the size that the platform allows.
             most = platform().block_bytes * len(pairs) // max(self._num_bytes(pairs), 1)
+            # Groups of nearly the same size, in place of full ones and a small
+            # remainder.
             num = -(-len(pairs) // max(min(most, len(pairs)), 1))
             size = -(-len(pairs) // num)
             size = size if size >= _FEWEST_ALIKE else 1
@@ -125,19 +131,15 @@ class AbstractSiteMatrix(abc.ABC):
         """A key that is equal for pairs of sites with the same terms."""
 
     @abc.abstractmethod
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> Factors:
-        """The factors of some examples, or of one if there are no rows.
+    def factors(self, rows: Rows) -> Factors:
+        """The factors of some examples, or of a single one.
 
         Their `curve` has the second derivatives that go with them.
         """
 
-    def sums(
-        self, rows: list[Array], axes: Sequence[int], weights: Real[Array, " n"] | None
-    ) -> BlockSums:
+    def sums(self, rows: Rows) -> BlockSums:
         """The blocks of the (weighted) sum over the examples."""
-        factors = self.factors(rows, axes, weights)
+        factors = self.factors(rows)
         return BlockSums(self.blocks_of(factors), self.num_cancelled(factors))
 
     @abc.abstractmethod
@@ -183,10 +185,11 @@ class AbstractSiteMatrix(abc.ABC):
             of_factors = self.costs_of_factors(num, factors)
             return SiteCosts(of_factors, self._costs(factors))
 
+        # Costs are read off shapes: no array is computed.
         values = self.program.value_structs()
         return eqx.filter_eval_shape(count, self.structs(num), values)
 
-    def uses_of(self, pair: Pair) -> list[Use]:
+    def _uses_of(self, pair: Pair) -> list[Use]:
         """All pairs of sites of two leaves."""
         first, second = map(self._sites_of, pair)
         return [*itertools.starmap(Use, itertools.product(first, second))]
@@ -206,14 +209,17 @@ class AbstractSiteMatrix(abc.ABC):
     def _pair(self, use: Use, factors: Factors) -> PairFactors:
         """The factors of two sites, each in its own place."""
 
-        def own(site: Site) -> Factors:
+        def of_site(site: Site) -> Factors:
+            # A Jacobian takes the place of a cotangent, with all axes of its leaf.
             if site.leaf in self.formed:
                 return Factors([], [factors.jacobians[site.leaf]], factors.outputs)
+            # Only what the site needs, so that pairs that are alike have equal
+            # structures.
             operands = [] if site.operand is None else [factors.operands[site.operand]]
             cotangents = [factors.cotangents[site.perturbation]]
             return Factors(operands, cotangents, factors.outputs)
 
-        first, second = map(own, use)
+        first, second = map(of_site, use)
         return PairFactors((first, second), self.curve_of(use, factors))
 
     def contracted_blocks(self, factors: Factors) -> list[Inexact[Array, "_ ..."]]:
@@ -240,12 +246,15 @@ class AbstractSiteMatrix(abc.ABC):
 
     def _sum(self, pairs: list[Pair], factors: Factors) -> Array:
         first, second = (self.leaves[leaf] for leaf in pairs[0])
+        # A diagonal has the entries of one leaf, any other block those of both.
         shape = first.shape
         if not self.requested.is_diagonal:
             shape = (*shape, *second.shape)
         dtype = common_dtype(jnp.float32, first.dtype, second.dtype)
         sums = []
-        for uses in safe_zip(*map(self.uses_of, pairs)):
+        # Leaves that are alike have their uses in the same order, so the first uses of
+        # all pairs are computed at once, then the second ones.
+        for uses in safe_zip(*(self._uses[pair] for pair in pairs)):
 
             def block(pair: PairFactors, use: Use = uses[0]) -> Array:
                 blocks = (
@@ -256,6 +265,8 @@ class AbstractSiteMatrix(abc.ABC):
 
             sums.append(_over(block, [self._pair(use, factors) for use in uses]))
         total = functools.reduce(jnp.add, sums, jnp.zeros((), dtype))
+        # One block stands for all if these share their factors, and zero for no use at
+        # all.
         return jnp.broadcast_to(total, (len(pairs), *shape))
 
     def _costs(self, factors: Factors) -> dict[Pair, float]:
@@ -264,7 +275,7 @@ class AbstractSiteMatrix(abc.ABC):
             # Pairs that are alike have the same cost.
             cost = contraction_cost(
                 term
-                for use in self.uses_of(pairs[0])
+                for use in self._uses[pairs[0]]
                 for term in self._labelled(use, self._pair(use, factors), factors)
             )
             costs.update(dict.fromkeys(pairs, cost.time))
@@ -277,6 +288,8 @@ class AbstractSiteMatrix(abc.ABC):
 
         The `factors` are those of all sites, which have the weights of leaves.
         """
+        # A block has the axes of each of its leaves, so the same axis has a name for
+        # each side.
         axes = [
             {
                 name: axis.of_side(side) if self._is_apart(axis) else axis
@@ -284,6 +297,7 @@ class AbstractSiteMatrix(abc.ABC):
             }
             for side, site in enumerate(use)
         ]
+        # Entries of a leaf may be multiplied on the way to a site, as by a mask.
         weights = [
             term
             for site, names in safe_zip(use, axes)
@@ -307,8 +321,12 @@ class AbstractSiteMatrix(abc.ABC):
     def _of_leaves(self, use: Use, values: Leaves, block: Array) -> Array:
         """The block of two leaves, from the block of their sites' views."""
         site, other = use
+        # Numbers that multiply a whole site are not in its factors.
         block = block * (scale_of(site) * scale_of(other))
         structs = [self.leaves[site.leaf], self.leaves[other.leaf]]
+        # Where the axes of a view are those of its leaf, so are those of the block. Any
+        # other view is pulled back: along its own axes, once for each entry of the
+        # other side.
         views = [
             struct if has_named_axes(x) else x.view.struct(struct, values)
             for x, struct in safe_zip(use, structs)
@@ -319,6 +337,7 @@ class AbstractSiteMatrix(abc.ABC):
             block = block.reshape(*views[0].shape, math.prod(views[1].shape))
             back = _pulled_to_leaf(site, structs[0], views[0], values)
             block = jax.vmap(back, -1, -1)(block)
+        # Those of the first leaf are in front now, whichever way they came there.
         if not has_named_axes(other):
             block = block.reshape(math.prod(structs[0].shape), *views[1].shape)
             block = jax.vmap(_pulled_to_leaf(other, structs[1], views[1], values))(
@@ -329,11 +348,13 @@ class AbstractSiteMatrix(abc.ABC):
 
 def _over(fun: Callable[[PairFactors], Array], pairs: list[PairFactors]) -> Array:
     """Maps `fun` over factors of equal types; what they share is not copied."""
+    # What pairs share is the same traced array in all, such as the curvature of a loss.
     treedef = jtu.tree_structure(pairs[0])
     columns = [*safe_zip(*map(jtu.tree_leaves, pairs))]
     is_shared = [all(x is column[0] for x in column) for column in columns]
     if all(is_shared):
         return fun(pairs[0])[None]
+    # Without an axis of pairs, what is shared is computed with once.
     stacked = [
         column[0] if shared else jnp.stack(column)
         for column, shared in safe_zip(columns, is_shared)
@@ -350,14 +371,18 @@ def _diagonal_of(
 
     Along the axes of a small view, the block is multiplied with the view's Jacobian.
     """
+    # The axes of the block: entries of the leaf, the first view, the second view. A
+    # view that has named axes is among the former, and has size 1 here.
     is_unnamed = [not has_named_axes(x) for x in use]
     nums = [math.prod(x.shape) if y else 1 for x, y in safe_zip(views, is_unnamed)]
     of_leaf = 1 if all(is_unnamed) else math.prod(struct.shape)
     block = block.reshape(of_leaf, *nums)
+    # The last axis goes first, so that the other one keeps its number.
     for side in (1, 0):
         view, axis = views[side], side + 1
         if is_unnamed[side]:
             back = _pulled_to_leaf(use[side], struct, view, values)
+            # The Jacobian of the view, with one pullback for each of its few entries.
             seeds = jnp.eye(nums[side], dtype=view.dtype)
             directions = jax.vmap(back)(seeds.reshape(nums[side], *view.shape))
             directions = directions.reshape(nums[side], math.prod(struct.shape)).T
@@ -382,13 +407,14 @@ def _without_repeats(x: Array, axes: Axes) -> Named:
             for pair in itertools.combinations(range(len(axes)), 2)
             if axes[pair[0]] == axes[pair[1]]
         )
+        # Entry (i, i) of two axes is entry `i * (size + 1)` of the single one.
         size = x.shape[first]
         x = jnp.moveaxis(x, (first, second), (-2, -1))
         x = x.reshape(*x.shape[:-2], size**2)
         # On CPUs, this is several times faster than `jnp.einsum`.
         x = lax.slice_in_dim(x, 0, size**2, size + 1, axis=-1)
-        rest = [axis for i, axis in enumerate(axes) if i not in (first, second)]
-        axes = (*rest, axes[first])
+        remaining = [x for i, x in enumerate(axes) if i not in (first, second)]
+        axes = (*remaining, axes[first])
     return Named(x, axes)
 
 
@@ -400,10 +426,13 @@ def is_covered(
     With `counts_cancelled`, it must be known whether terms of its gradient cancel.
     """
     sites = table.of(leaf)
+    # Factors are differentiated in forward mode.
     if leaf in table.fallbacks or any(site.is_reverse for site in sites):
         return False
+    # Cancellation is told by norms, which are inner products of factors.
     if counts_cancelled and is_sum(sites) and not has_products(sites, sites):
         return False
+    # A diagonal has the second derivatives of an elementwise view only.
     if requested.is_diagonal and any(site.is_coupled for site in sites):
         return False
     form = "diagonal" if requested.is_diagonal else "hessian"
@@ -425,6 +454,7 @@ def cheapest(
     `columns` has the costs of leaves by products. Leaves that share a perturbation,
     such as a weight and its bias, are chosen together.
     """
+    # The factors of a perturbation are paid for once, whoever uses them.
     met = {leaf: {site.perturbation for site in table.of(leaf)} for leaf in covered}
     clusters: list[set[int]] = []
     for leaf in sorted(covered):
@@ -432,6 +462,8 @@ def cheapest(
         clusters = [c for c in clusters if c not in meeting]
         clusters.append({leaf}.union(*meeting))
 
+    # The columns of a leaf have its blocks with all other leaves, so sites pay only for
+    # pairs of two of theirs.
     def cost(leaves: set[int]) -> float:
         used = set().union(*(met[leaf] for leaf in leaves))
         by_sites = sum(estimate.of_factors.get(number, 0.0) for number in used)
@@ -442,6 +474,8 @@ def cheapest(
         )
         return by_sites + sum(columns[i] for i in columns if i not in leaves)
 
+    # There are too many subsets to try them all. From all or none, move one cluster at
+    # a time to the other side, as long as that is cheaper.
     best = simplest = min(({*covered}, set[int]()), key=cost)
     for _ in clusters:
         candidates = [best ^ cluster for cluster in clusters]

@@ -7,13 +7,12 @@ import functools
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact
 
 from .._base.compile import num_bytes
 from .._base.jaxprs import first_use
 from .._base.platforms import platform
 from .._base.trees import log
-from .._batch.arguments import RowArrays
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._batch.sums import Sum
@@ -84,32 +83,31 @@ class CurvatureBlocks:
         sizes = [x.size for x in self.curvature.leaves]
         return len(sizes) == 1 and (self.size is None or self.size >= sizes[0])
 
-    def sums(
-        self, rows: RowArrays, weights: Real[Array, " n"] | None
-    ) -> list[Inexact[Array, "_ ..."]]:
+    def sums(self, rows: Rows) -> list[Inexact[Array, "_ ..."]]:
         """The blocks of each group of pairs, summed over some examples."""
         sums: list[Array] = []
         rest = self.requested.leaves
+        # Blocks by example come first, as their groups do.
         if self._by_example is not None:
-            of_examples = self._by_examples(self._by_example, rows, weights)
-            sums += self._unless_cancelled(of_examples, rows, weights)
+            of_examples = self._by_examples(self._by_example, rows)
+            sums += self._unless_cancelled(of_examples, rows)
             rest -= self._by_example.requested.leaves
+        # All later groups are single pairs, and take the columns of leaves without
+        # sites.
         others = [pair for (pair,) in self.groups[len(sums) :]]
         if others:
-            by_products = self._by_products(others, rest, rows, weights, self.size)
+            by_products = self._by_products(others, rest, rows, self.size)
             sums += (by_products[pair][None] for pair in others)
         return sums
 
-    def _unless_cancelled(
-        self, sums: BlockSums, rows: RowArrays, weights: Array | None
-    ) -> list[Array]:
+    def _unless_cancelled(self, sums: BlockSums, rows: Rows) -> list[Array]:
         """The blocks from sites, or from products if terms cancel for some examples."""
         if sums.num_cancelled is None:
             return sums.blocks
         assert isinstance(self._by_example, AbstractSiteMatrix)
         groups, table = self._by_example.groups, self._by_example.program.table
         leaves = self._by_example.requested.leaves
-        total = rows[0].shape[self.curvature.axes[0]] if rows else 1
+        total = rows.total
         kept = num_bytes([table.perturbations, table.operands])
         # The branch takes no more memory than the blocks from sites. A column keeps the
         # tangents of values and of their cotangents.
@@ -119,10 +117,10 @@ class CurvatureBlocks:
 
         def products() -> list[Array]:
             pairs = [pair for pairs in groups for pair in pairs]
-            blocks = self._by_products(pairs, leaves, rows, weights, size)
+            blocks = self._by_products(pairs, leaves, rows, size)
             return [jnp.stack([blocks[pair] for pair in pairs]) for pairs in groups]
 
-        arrays = [*self.curvature.leaves, *rows]
+        arrays = [*self.curvature.leaves, *rows.arrays]
         flags = sums.num_cancelled[None] > 0
         return unless_cancelled(flags, arrays, sums.blocks, products)
 
@@ -136,30 +134,26 @@ class CurvatureBlocks:
             *([pair] for pair in self.requested.pairs if pair not in known),
         ]
 
-    def _by_examples(
-        self, matrix: ByExample, rows: RowArrays, weights: Array | None
-    ) -> BlockSums:
+    def _by_examples(self, matrix: ByExample, rows: Rows) -> BlockSums:
         """Computes sums of blocks, for examples whose factors are small at a time."""
-        requested, axes = self.requested, self.curvature.axes
-        if not axes:
-            return matrix.sums(rows, axes, weights)
-        sums = lambda rows: matrix.sums(rows.arrays, axes, rows.weights)
-        total = rows[0].shape[axes[0]]
+        # A function of all its arguments is a single example.
+        if not rows.axes:
+            return matrix.sums(rows)
+        requested, total = self.requested, rows.total
         sizes = (requested.num_bytes(x, matrix.leaves) for x in requested.pairs)
+        # Beside a large result, factors of a quarter of its size do not matter.
         most = max(sum(sizes) // 4, platform().factor_bytes)
         size = _even(total, max(1, min(total, most // max(matrix.bytes, 1))))
-        batch = Rows(rows, tuple(axes), total, weights=weights)
-        return accumulated(sums, batch, size, Sum())
+        return accumulated(matrix.sums, rows, size, Sum())
 
     def _by_products(
         self,
         pairs: list[Pair],
         columns: set[int],
-        rows: RowArrays,
-        weights: Array | None,
+        rows: Rows,
         size: int | None,
     ) -> dict[Pair, Array]:
-        products = self.curvature.products(rows, weights, self.curvature.axes, False)
+        products = self.curvature.products(rows)
         requested = RequestedBlocks(pairs, self.requested.is_diagonal)
         order, leaves = self._in_order(columns), self.curvature.leaves
         return product_blocks(products, leaves, order, requested, size)
@@ -177,6 +171,7 @@ class CurvatureBlocks:
             matrix = JacobianMatrix(curvature, self.requested)
             if matrix.is_cheapest_with(self.size):
                 return matrix
+        # The sites are traced only if they may be used.
         if self.method == "products" or not curvature.allows_sites:
             return None
 
@@ -187,13 +182,17 @@ class CurvatureBlocks:
         program, covered = self._program(set(range(num)))
         if not self.requested.among(covered).pairs:
             return None
+        # `method="sites"` is taken at its word: JAX raises an error then.
         if self.method == "auto" and curvature.excludes_sites(covered):
             return None
         sites = of_sites(program, covered)
+        # These need no estimate: there is one way only.
         if self.method == "sites" or curvature.forms_rest:
             return sites
+        # Products take as long for each example. Contractions sum over examples, and
+        # write their result once.
         counted = _COUNTED if curvature.axes else 1
-        products = curvature.products(curvature.program.zeros()[1], None, (), False)
+        products = curvature.products(Rows(curvature.program.zeros().rows, (), 1))
         order = self._in_order(self.requested.leaves)
         columns = {
             leaf: counted * cost
@@ -202,6 +201,8 @@ class CurvatureBlocks:
         chosen = cheapest(program.table, covered, sites.estimate(counted), columns)
         if chosen == covered:
             return sites
+        # Leaves that are left to products need no perturbations, so there is less to
+        # differentiate without theirs.
         if not self.requested.among(chosen).pairs:
             return None
         return of_sites(*self._program(chosen))
@@ -219,6 +220,8 @@ class CurvatureBlocks:
         is_known = functools.partial(
             is_covered, requested=self.requested, counts_cancelled=counts_cancelled
         )
+        # With fewer leaves to follow, the sites of the remaining ones may be others, so
+        # rules are asked for again until all leaves have one.
         while True:
             program = Program(
                 curvature.program,

@@ -72,6 +72,7 @@ def product_blocks(
     done: list[int] = []
     # Columns of small leaves are computed together.
     for numbers in size_groups([leaves[i].size for i in order], LEAST_COLUMNS):
+        # The columns of these leaves, once, for all rows that no earlier group had.
         group = [order[i] for i in numbers]
         # For each pair, the leaf of the columns and the other one.
         pairs: dict[Pair, tuple[int, int]] = {}
@@ -86,9 +87,12 @@ def product_blocks(
         # Rows and columns of a diagonal have the same entries in the same order.
         rows = sorted({row for _, row in pairs.values()})
         rows = group if requested.is_diagonal else rows
+        # `images_of_rows` has the columns along axis 0, and the entries of a row's leaf
+        # behind.
         compute = diagonal_entries if requested.is_diagonal else images
         images_of_rows = compute(products(leaves, group, rows), point, size)
         start = 0
+        # One-hot directions are numbered over all leaves of the group together.
         for leaf, x in safe_zip(group, point):
             of_leaf = [image[start : start + x.size] for image in images_of_rows]
             start += x.size
@@ -98,6 +102,9 @@ def product_blocks(
             for pair, (column, row) in pairs.items():
                 if column == leaf:
                     block = of_leaf[rows.index(row)]
+                    # The block has the axes of the column's leaf, then those of the
+                    # row's. By symmetry, it is also the block of the pair the other way
+                    # round.
                     block = block.reshape(*x.shape, *block.shape[1:])
                     is_first = pair[0] == leaf
                     last = range(-x.ndim, 0)
@@ -112,6 +119,7 @@ def product_costs(
     """The number of floating-point operations for all columns of each leaf."""
 
     def count(leaves: list[Array]) -> dict[int, float]:
+        # Costs are read off the jaxpr of one product: that of what depends on a leaf.
         point = [leaves[i] for i in order]
         linear = products(leaves, order, [*range(len(leaves))])
         jaxpr = jax.make_jaxpr(linear)(point).jaxpr
@@ -138,6 +146,8 @@ def hessian_products(
         return jax.linearize(changed, point)[1]
 
     def reverse(leaves: list[Array], group: list[int], rows: list[int]) -> Linear:
+        # By symmetry, the gradient with respect to the columns' leaves is
+        # differentiated in the rows' leaves: a pullback then goes from columns to rows.
         changed = lambda values: gradient(replaced(leaves, rows, values), group)
         pull = jax.vjp(changed, [leaves[i] for i in rows])[1]
         return lambda seeds: pull(seeds)[0]
@@ -169,6 +179,7 @@ def diagonal_entries(
     """The diagonal of a linear function whose result is like its argument."""
 
     def entries(seeds: list[Array]) -> list:
+        # Of each image, only the entry in its own direction is wanted.
         outs = jax.vmap(linear)(seeds)
         dtype = common_dtype(*(out.dtype for out in outs))
         parts = [
@@ -193,6 +204,8 @@ def one_hot_seeds(index: Int[Array, " b"], point: Sequence[Array]) -> list[Array
     """One-hot directions for entries, numbered over all arrays together."""
     seeds, start = [], 0
     for x in point:
+        # A number below zero or past the end gives zeros: the entry is in another
+        # array.
         seed = jax.nn.one_hot(index - start, x.size, dtype=x.dtype)
         seeds.append(vary_as([x], seed.reshape(index.size, *x.shape)))
         start += x.size
@@ -214,6 +227,8 @@ def by_columns(
     for group in size_groups([x.size for x in leaves], LEAST_COLUMNS):
         point = [leaves[i] for i in group]
         outputs = lambda changed, group=group: values(replaced(leaves, group, changed))
+        # Directions are behind the axes of the output, where a Jacobian has its
+        # columns.
         blocks = images(jax.linearize(outputs, point)[1], point, size, -1)
         ends = [*itertools.accumulate(x.size for x in point)]
         for of_output, x in safe_zip(result, blocks):
@@ -234,6 +249,7 @@ def by_rows(
     """
     if any(map(is_complex, leaves)) or not any(map(is_complex, structs)):
         return _pulled_back(values, leaves, structs, size)
+    # Each complex output has become two real ones.
     parts, treedef = jtu.tree_flatten(jax.eval_shape(as_real, structs))
     of_parts = lambda leaves: jtu.tree_leaves(as_real(values(leaves)))
     pulled = _pulled_back(of_parts, leaves, parts, size)
@@ -254,11 +270,13 @@ def _pulled_back(
     """Like `by_rows`, for outputs that are complex only if the leaves are."""
     result: list[list[Array]] = []
     for group in size_groups([x.size for x in structs], LEAST_COLUMNS):
+        # A pullback of these outputs needs only what they are computed from.
         outputs = lambda leaves, group=group: [values(leaves)[i] for i in group]
         outs, pull = jax.vjp(outputs, leaves)
         pulled = images(lambda seeds, pull=pull: pull(seeds)[0], outs, size)
         ends = [*itertools.accumulate(x.size for x in outs)]
         for out, end in safe_zip(outs, ends):
+            # Those directions that are entries of this output.
             rows = [x[end - out.size : end] for x in pulled]
             result.append(
                 [
@@ -310,6 +328,8 @@ def with_both_modes(program: TracedFunction, derivative: Derivative) -> TracedFu
     point = program.leaves
 
     def run(leaves: list[Array], rows: RowArrays) -> list[Array]:
+        # Both derivatives are those of products with the Jacobian, which is an array
+        # now.
         one = lambda leaves: program.one(leaves, rows)
         return expanded(expansion(one, point, derivative), point, leaves)
 

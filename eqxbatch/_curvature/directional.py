@@ -21,9 +21,10 @@ from .._base.narrow import wide
 from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._base.versions import varying
-from .._batch.arguments import Arguments, RowArrays
+from .._batch.arguments import Arguments
 from .._batch.derivative import like_parameters
 from .._batch.loss import Loss
+from .._batch.rows import Rows
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .fisher import AbstractOfOutputs
 from .functions import (
@@ -50,15 +51,18 @@ class AbstractProduct(AbstractSecondOrder):
         tangents = like_parameters("The vector", args[1], loss.diff)
         curvature = self.curvature(loss)
 
-        def products(rows: RowArrays, weights: Array | None) -> list[Array]:
+        def products(rows: Rows) -> list[Array]:
+            # All leaves move along the vector, and all rows of the product are wanted.
             leaves, every = curvature.leaves, [*range(len(tangents))]
             pairs = safe_zip(leaves, tangents)
             local = [vary_as([x], wide(tangent)) for x, tangent in pairs]
-            products = curvature.products(rows, weights, curvature.axes, True)
+            products = curvature.products(rows, is_single=True)
             return products(leaves, every, every)(local)
 
+        # The vector is the same for all examples, so their products add up.
         totals, aux = self.total(loss, curvature.program, products, curvature.aux)
         leaves, treedef = jtu.tree_flatten(loss.diff)
+        # Inside of `jax.shard_map`, devices have other examples of the same parameters.
         totals = [
             sum_except(x.astype(leaf.dtype), varying(jax.typeof(leaf)))
             for x, leaf in safe_zip(totals, leaves)
@@ -215,6 +219,8 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
         Raises `ValueError` if `model` has another structure or other shapes than the
         original model.
         """
+        # Only inexact arrays are expanded in; everything else is that of the original
+        # model.
         start, static = eqx.partition(self._centre, eqx.is_inexact_array)
         end = eqx.filter(model, eqx.is_inexact_array)
         if form_of(start) != form_of(end):
@@ -223,6 +229,8 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
                 f"expanded, {shown(start)}; got {shown(end)}."
             )
 
+        # The polynomial of the parameters is one of a single number, on the line from
+        # the original model (0) to the given one (1).
         def along(t: Array) -> _Jet:
             move = lambda a, b: a + t.astype(a.dtype) * (b - a)
             moved = jtu.tree_map(move, start, end)
@@ -243,8 +251,11 @@ class TaylorExpansion(eqx.Module, Generic[_Out]):
 
             return next_one
 
+        # Each degree is the derivative of the one before, nested: outputs without a
+        # derivative come along as an auxiliary output.
         one = jnp.ones((), jnp.float32)
         values, rest = derivatives(self._degree)(jnp.zeros((), jnp.float32))
+        # Taylor's formula at 1, where powers of the number are all 1.
         terms = [
             jtu.tree_map(lambda x, k=k: x / float(math.factorial(k)), term)
             for k, term in enumerate(values)

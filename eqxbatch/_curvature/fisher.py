@@ -17,9 +17,10 @@ from .._base.checks import check_at_least
 from .._base.dtypes import widened
 from .._base.mesh import error_if
 from .._base.trees import described, shown
+from .._batch.blocks import Blocks
 from .._batch.derivative import AbstractOverExamples
-from .._batch.loss import Loss
 from .._batch.passes import current_passes
+from .._batch.rows import Rows
 from .._batch.transform import Model, Out, P
 
 
@@ -72,6 +73,7 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
                 "`fisher='mc'` draws random vectors: give it a `key`, such as "
                 "`jax.random.key(0)`; got `key=None`."
             )
+        # A setting that nothing reads would be ignored without a word.
         for name, is_passed in (
             ("key", self.key is not None),
             ("sampler", self.sampler is not None),
@@ -83,37 +85,30 @@ class AbstractFisher(AbstractOfOutputs[Model, P, Out]):
                     f"got it with `fisher={self.fisher!r}`. Leave it out."
                 )
 
-    def with_keys(self, loss: Loss) -> Loss:
-        """Appends keys as the last of the rows if anything is drawn at random."""
-        batch, blocks = loss.batch, loss.blocks
+    def keys_of(self, blocks: Blocks | None) -> UInt32[Array, "n words"] | None:
+        """The key of each example of a batch, if anything is drawn at random."""
         if self.key is None or blocks is None:
-            return loss
+            return None
         # The numbers that the key of each example is made from. By the numbers of the
         # examples, keys do not depend on how many examples there are.
         passes = current_passes()
         start = 0 if passes is None else passes.start
         numbers = start + jnp.arange(blocks.total, dtype=jnp.int32)
-        keys = jr.key_data(jax.vmap(jr.fold_in, (None, 0))(self._typed_key, numbers))
-        batch = dataclasses.replace(
-            batch,
-            arrays=[*batch.arrays, keys],
-            axes=(*batch.axes, 0),
-            names=(*batch.names, "`key`"),
-        )
-        return dataclasses.replace(loss, batch=batch)
+        return jr.key_data(jax.vmap(jr.fold_in, (None, 0))(self._typed_key, numbers))
 
     @property
     def _typed_key(self) -> Key[Array, ""]:
         key = self.key
         assert key is not None
+        # An old key is an array of numbers.
         is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         return key if is_typed else jr.wrap_key_data(key)
 
-    def keys(self, row: UInt32[Array, " words"] | None) -> Key[Array, " samples"]:
-        """The keys of all samples of an example, from its `row`."""
+    def keys_of_samples(self, example: Rows) -> Key[Array, " samples"]:
+        """The keys of all samples of an example."""
         key = self._typed_key
-        if row is not None:
-            key = jr.wrap_key_data(row, impl=jr.key_impl(key))
+        if example.keys is not None:
+            key = jr.wrap_key_data(example.keys, impl=jr.key_impl(key))
         return jr.split(key, self.num_samples)
 
 
@@ -162,6 +157,7 @@ def drawn_labels(
     kwargs: dict[str, Any],
 ) -> PyTree:
     """A label for an output of the model, to replace the last argument."""
+    # Nothing says which of several keyword arguments is the label.
     if kwargs or not args:
         got = f"the keyword arguments {(*kwargs,)}, one of which may be it"
         got = got if kwargs else "a call without arguments after the first"
@@ -170,12 +166,15 @@ def drawn_labels(
             f"got {got}. Pass all arguments by position."
         )
     try:
+        # A sampler may compute the label from the output, but the loss takes it as
+        # given.
         label = lax.stop_gradient(draw(out))
     except Exception as e:
         e.add_note(
             f"`sampler` is called as `sampler(key, out)`; `out` is {shown(out)}."
         )
         raise
+    # A label of another shape might broadcast, and give another loss.
     forms = [
         (jtu.tree_structure(tree), [jnp.shape(x) for x in jtu.tree_leaves(tree)])
         for tree in (label, args[-1])

@@ -14,23 +14,23 @@ operations. Sites do not take fewer
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Inexact
 
 from .._base.dtypes import common_dtype
 from .._base.mesh import coupled_axes, vary_as
 from .._base.modes import pushforward
 from .._base.trees import safe_zip
-from .._batch.arguments import RowArrays
+from .._batch.rows import Rows
 from .._sites.axes import Axis, Named, Role
 from .._sites.contract import contract
 from .columns import LEAST_COLUMNS, one_hot_seeds
-from .functions import GaussNewtonCurvature, Weights
+from .functions import GaussNewtonCurvature
 from .pytree import BlockSums, joined, Pair, RequestedBlocks
 
 
@@ -84,6 +84,7 @@ class JacobianMatrix:
     @property
     def groups(self) -> list[list[Pair]]:
         """The requested pairs of leaves, grouped with those that are alike."""
+        # Blocks of equal shapes in one matrix are read by a single operation.
         alike: dict[Hashable, list[Pair]] = {}
         for first, second in self.requested.pairs:
             structs = (self.leaves[first], self.leaves[second])
@@ -97,14 +98,15 @@ class JacobianMatrix:
         entries = self._num_parameters * self._curvature.num_vectors
         return 2 * entries * self._dtype.itemsize
 
-    def sums(self, rows: RowArrays, axes: Sequence[int], weights: Weights) -> BlockSums:
+    def sums(self, rows: Rows) -> BlockSums:
         """The blocks of the (weighted) sum over the examples."""
         # The gradient of a leaf that is the same on all devices would be summed over
         # them.
-        leaves = vary_as([*self.leaves, *rows], self.leaves)
+        leaves = vary_as([*self.leaves, *rows.arrays], self.leaves)
         compute = self._columns if self.is_by_columns else self._rows
-        sides = compute(leaves, rows, axes, weights)
+        sides = compute(leaves, rows)
         multiply = _sums_of_rows if self.requested.is_diagonal else _square
+        # Blocks between parts are not requested, so each part is a product of its own.
         parts: dict[int, Array] = {}
         for part in {*self._part_of.values()}:
             of_part = [leaf for leaf, x in self._part_of.items() if x == part]
@@ -114,45 +116,33 @@ class JacobianMatrix:
         matrices = (parts[self._part_of[pairs[0][0]]] for pairs in self.groups)
         return BlockSums([*map(self._blocks, self.groups, matrices)])
 
-    def _columns(
-        self,
-        leaves: list[Array],
-        rows: RowArrays,
-        axes: Sequence[int],
-        weights: Weights,
-    ) -> list[_Sides]:
+    def _columns(self, leaves: list[Array], rows: Rows) -> list[_Sides]:
         """The two sides for each output, in forward mode."""
-        outputs = self._curvature.outputs(rows, axes)
+        outputs = self._curvature.outputs(rows)
         outs, push = pushforward(outputs, leaves, self._curvature.derivative)
-        curve = self._curvature.curved(outs, rows, weights, axes)
+        curve = self._curvature.curved(outs, rows)
+        # All columns at once, along axis 0: there are at most `LEAST_COLUMNS`.
         seeds = one_hot_seeds(jnp.arange(self._num_parameters), leaves)
         columns = jax.vmap(push)(seeds)
         pairs = safe_zip(columns, jax.vmap(curve)(columns))
         return [_Sides(*(x.astype(self._dtype) for x in pair)) for pair in pairs]
 
-    def _rows(
-        self,
-        leaves: list[Array],
-        rows: RowArrays,
-        axes: Sequence[int],
-        weights: Weights,
-    ) -> list[_Sides]:
+    def _rows(self, leaves: list[Array], rows: Rows) -> list[_Sides]:
         """The two sides for the only vector of each example, in reverse mode."""
 
-        def of_example(rows: RowArrays, weight: Real[Array, ""] | None) -> _Sides:
-            outs, pull = jax.vjp(self._curvature.outputs(rows, ()), leaves)
-            vectors, curve = self._curvature.of_outputs(outs, rows)
+        def of_example(example: Rows) -> _Sides:
+            # With a single vector, the curvature is a number, as the weight is.
+            outs, pull = jax.vjp(self._curvature.outputs(example), leaves)
+            vectors, curve = self._curvature.of_outputs(outs, example)
             seeds = [vary_as([out], x[0]) for out, x in safe_zip(outs, vectors)]
             row = joined(pull(seeds)[0], self._dtype)
-            scales = [x.ravel() for x in (curve, weight) if x is not None]
+            scales = [x.ravel() for x in (curve, example.weights) if x is not None]
             scales = [x.astype(self._dtype) for x in scales]
             return _Sides(row, functools.reduce(jnp.multiply, scales, row))
 
-        if not axes:
-            return [_Sides(*(x[:, None] for x in of_example(rows, weights)))]
-        in_axes = ([*axes], None if weights is None else 0)
         # With examples last, the leaves are joined without a transpose.
-        return [jax.vmap(of_example, in_axes, -1)(rows, weights)]
+        sides = rows.of_each(of_example, out_axes=-1)
+        return [sides if rows.axes else _Sides(*(x[:, None] for x in sides))]
 
     def _blocks(
         self, pairs: list[Pair], matrix: Inexact[Array, "..."]
@@ -161,6 +151,7 @@ class JacobianMatrix:
         leaves = [self.leaves[leaf] for leaf in pairs[0]]
         if self.requested.is_diagonal:
             return matrix.reshape(1, *leaves[0].shape)
+        # The matrix of a part begins with its first leaf.
         start = self._starts[self._part_of[pairs[0][0]]]
         corners = [[self._starts[leaf] - start for leaf in pair] for pair in pairs]
         # A single operation, however many of the parameters are scalars.
@@ -176,6 +167,7 @@ class JacobianMatrix:
 
 
 def _square(sides: _Sides) -> Inexact[Array, "parameters parameters"]:
+    # Examples and outputs are behind the parameters on both sides, and summed over.
     rows = [Axis(Role.ENTRY, side=side) for side in (0, 1)]
     outputs = tuple(Axis(Role.OUTPUT, i) for i in range(sides.left.ndim - 1))
     terms = [Named(x, (row, *outputs)) for x, row in safe_zip(sides, rows)]

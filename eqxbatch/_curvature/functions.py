@@ -9,8 +9,8 @@ replaces `C`, such as a product of random vectors, takes fewer.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from .._base.trees import safe_zip
 from .._batch.arguments import RowArrays
 from .._batch.derivative import AbstractOverExamples
 from .._batch.loss import check_outputs, check_value, Loss
+from .._batch.rows import Rows
 from .._sites.program import Program, Seeds
 from .by_sites import AbstractSiteMatrix
 from .columns import (
@@ -47,17 +48,13 @@ from .columns import (
     with_both_modes,
 )
 from .fisher import AbstractFisher, drawn_labels, root
-from .ggn_by_sites import Curve, SiteGaussNewton
+from .ggn_by_sites import SiteGaussNewton
 from .hessian_by_sites import SiteHessian
 from .jacobian import check_mode
 from .pytree import joined, RequestedBlocks, Unravel
 
 
 _T = TypeVar("_T")
-
-
-# The weights of some examples; None for ones.
-Weights = Real[Array, " n"] | None
 
 
 class AbstractCurvature(abc.ABC):
@@ -101,14 +98,13 @@ class AbstractCurvature(abc.ABC):
         """The auxiliary output of the function for some examples, if it has one."""
         if not self.has_aux:
             return None
+        # The output has the arrays of values and aux, of which the latter are wanted.
         run = self.program.many if self.axes else self.program.one
         return self.program.output(run(self.leaves, rows))[1]
 
     @abc.abstractmethod
-    def products(
-        self, rows: RowArrays, weights: Weights, axes: Sequence[int], is_single: bool
-    ) -> Products:
-        """Products with the matrix of some examples; of one, if there are no `axes`.
+    def products(self, rows: Rows, *, is_single: bool = False) -> Products:
+        """Products with the matrix of some examples, or of a single one.
 
         With `is_single`, there is one product only.
         """
@@ -162,11 +158,18 @@ class LossCurvature(AbstractCurvature):
         self._answers: dict[frozenset[int], str | None] = {}
 
     def excludes_sites(self, leaves: set[int]) -> bool:
-        # Whatever depends on a leaf with sites depends on their outputs.
+        # What has forward mode in all leaves has it in some: then one answer does for
+        # sites and for products. Whatever depends on a leaf with sites depends on their
+        # outputs.
+        every = range(len(self.leaves))
+        return all(self._without_forward(x) is not None for x in (every, leaves))
+
+    def _without_forward(self, leaves: Iterable[int]) -> str | None:
+        """Why the gradient has no forward mode in some leaves; None if it has."""
         key = frozenset(leaves)
         if key not in self._answers:
             self._answers[key] = self._asked(without_forward_mode, sorted(key))
-        return self._answers[key] is not None
+        return self._answers[key]
 
     def of_sites(
         self, program: Program, requested: RequestedBlocks, counts_cancelled: bool
@@ -178,9 +181,7 @@ class LossCurvature(AbstractCurvature):
             counts_cancelled=counts_cancelled,
         )
 
-    def products(
-        self, rows: RowArrays, weights: Weights, axes: Sequence[int], is_single: bool
-    ) -> Products:
+    def products(self, rows: Rows, *, is_single: bool = False) -> Products:
         reason = self._without_mode
         is_reverse = self._mode == "rev" or reason is not None
         if reason is not None:
@@ -189,18 +190,17 @@ class LossCurvature(AbstractCurvature):
                 "differentiated in reverse mode, which is slower and takes more "
                 f"memory. Set `mode='rev'` to do so without a warning. ({reason})"
             )
-        gradient = self._gradient(rows, weights, axes)
+        gradient = self._gradient(rows)
         return hessian_products(gradient, is_reverse=is_reverse, is_single=is_single)
 
-    def _gradient(
-        self, rows: RowArrays, weights: Array | None = None, axes: Sequence[int] = ()
-    ) -> Gradient:
+    def _gradient(self, rows: Rows) -> Gradient:
         """The gradient of the weighted sum of some examples, or of one."""
 
         def value(leaves: list[Array]) -> Array:
-            if not axes:
-                return self.program.one(leaves, rows)[0]
-            return total_loss(self.program.many(leaves, rows)[0], weights)
+            # There is one value without a batch, and one for each example with it.
+            if not rows.axes:
+                return self.program.one(leaves, rows.arrays)[0]
+            return total_loss(self.program.many(leaves, rows.arrays)[0], rows.weights)
 
         value = jax.checkpoint(value) if self._checkpoint else value
 
@@ -217,24 +217,27 @@ class LossCurvature(AbstractCurvature):
 
         Raises `TypeError` if it lacks both modes, or the one that is chosen.
         """
-        is_reverse = self._mode == "rev"
-        ask = without_reverse_mode if is_reverse else without_forward_mode
-
-        def checked(gradient: Linear, point: list[Array]) -> str | None:
-            reason = ask(gradient, point)
-            check_mode(self._mode, "the gradient of `fun`", reason, gradient, point)
-            return reason
-
-        return self._asked(checked, range(len(self.leaves)))
+        every = range(len(self.leaves))
+        if self._mode == "rev":
+            reason = self._asked(without_reverse_mode, every)
+        else:
+            reason = self._without_forward(every)
+        if reason is not None:
+            settings = self._mode, "the gradient of `fun`", reason
+            self._asked(functools.partial(check_mode, *settings), every)
+        return reason
 
     def _asked(
         self, ask: Callable[[Linear, list[Array]], _T], which: Sequence[int]
     ) -> _T:
         """The untraced answer of `ask(gradient, point)`, about these leaves."""
+        # A mode may be missing for some leaves only, so no others are moved.
         point = [self.leaves[i] for i in which]
 
         def of_example(rows: RowArrays) -> _T:
-            gradient = self._gradient(rows)
+            # Derivative modes are those of the function of one example, which is what
+            # is mapped.
+            gradient = self._gradient(Rows(rows, (), 1))
             changed = lambda values: replaced(self.leaves, which, values)
             return ask(lambda values: gradient(changed(values), which), point)
 
@@ -246,8 +249,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     `model` is the function and a call of it. `loss(out, *args)` is a scalar, where
     `args` are all arguments of the call except the first. `fisher` has the settings of
-    what replaces the Hessian of the loss; None for this Hessian. If it has a key, the
-    last of the rows are keys.
+    what replaces the Hessian of the loss; None for this Hessian.
     """
 
     allows_sites = True
@@ -266,12 +268,14 @@ class GaussNewtonCurvature(AbstractCurvature):
         self._structs = check_outputs(self._traced.out)
         self.num_outputs = len(self._structs)
         self._model, self._loss, self._checkpoint = model, loss, checkpoint
+        # From here on, None stands for the Hessian of the loss itself.
         is_exact = fisher is None or fisher.fisher == "exact"
         self._fisher = None if is_exact else fisher
         self.derivative: Derivative = derivative_of_program("`fun`", self._traced)
         self.forms_rest = self.derivative in ("rows", "columns")
         # Sites need reverse mode only.
         self.program = self._traced
+        # A function without reverse mode is replaced by its expansion, which has it.
         if self.derivative == "columns":
             self.program = with_both_modes(self._traced, "columns")
 
@@ -328,100 +332,99 @@ class GaussNewtonCurvature(AbstractCurvature):
             return sum(x.size for x in self._structs)
         return self._fisher.num_samples
 
-    def of_outputs(self, outs: list[Array], rows: RowArrays) -> Seeds:
+    def of_outputs(self, outs: list[Array], example: Rows) -> Seeds:
         """The vectors to pull back, and the curvature between them."""
+        # What replaces the Hessian comes as vectors: their outer products sum up to it.
         if self._fisher is not None:
-            return Seeds(self._seeds(self._fisher, outs, rows))
+            return Seeds(self._seeds(self._fisher, outs, example))
         unravel = Unravel(outs)
+        # One direction for each entry of the outputs, and the Hessian between them.
         every = jnp.eye(sum(unravel.sizes), dtype=unravel.dtype)
-        return Seeds(unravel(every), self._curve(outs, rows))
+        return Seeds(unravel(every), self._curve(outs, example.arrays))
 
-    def products(
-        self, rows: RowArrays, weights: Weights, axes: Sequence[int], is_single: bool
-    ) -> Products:
+    def products(self, rows: Rows, *, is_single: bool = False) -> Products:
         del is_single
-        outputs = self.outputs(rows, axes)
+        outputs = self.outputs(rows)
 
         def products(leaves: list[Array], group: list[int], of: list[int]) -> Linear:
             """`J^T C J`, for the Jacobian of outputs and a matrix for them."""
             changed = lambda values: outputs(replaced(leaves, group, values))
             point = [leaves[i] for i in group]
+            # The Jacobian's columns are needed for one group of leaves, its rows for
+            # another.
             outs, push = pushforward(changed, point, self.derivative)
-            curve = self.curved(outs, rows, weights, axes)
+            curve = self.curved(outs, rows)
             changed = lambda values: outputs(replaced(leaves, of, values))
             pull = jax.vjp(changed, [leaves[i] for i in of])[1]
             return lambda seeds: pull(curve(push(seeds)))[0]
 
         return products
 
-    def outputs(self, rows: RowArrays, axes: Sequence[int]) -> Linear:
+    def outputs(self, rows: Rows) -> Linear:
         """The outputs of some examples as a function of all leaves."""
         point, run = self.leaves, self._traced.one
+        # With both modes, or with the transpose of reverse mode, products need no
+        # Jacobian.
         if not self.forms_rest:
             run = jax.checkpoint(run) if self._checkpoint else run
-            return lambda leaves: _over_examples(
-                lambda rows: run(leaves, rows), axes, rows
-            )
+            of_one = lambda leaves: lambda example: run(leaves, example.arrays)
+            return lambda leaves: rows.of_each(of_one(leaves))
 
-        def of_one(rows: RowArrays) -> Expansion:
-            return expansion(lambda leaves: run(leaves, rows), point, self.derivative)
+        def expanded_at(example: Rows) -> Expansion:
+            outputs = lambda leaves: run(leaves, example.arrays)
+            return expansion(outputs, point, self.derivative)
 
         # The Jacobian is computed once for all products.
-        expansions = _over_examples(of_one, axes, rows)
+        expansions = rows.of_each(expanded_at)
         expand = lambda leaves: lambda _, known: expanded(known, point, leaves)
-        return lambda leaves: _over_examples(expand(leaves), axes, rows, expansions)
+        return lambda leaves: rows.of_each(expand(leaves), expansions)
 
-    def curved(
-        self,
-        outs: list[Array],
-        rows: RowArrays,
-        weights: Array | None,
-        axes: Sequence[int],
-    ) -> Linear:
+    def curved(self, outs: list[Array], rows: Rows) -> Linear:
         """The product with the Hessian of all losses, or with what replaces it."""
+        # The sum of all losses has the Hessian of each on its diagonal, and JAX
+        # differentiates it without forming any.
         if self._fisher is None and self._gradient is jax.grad:
-            one = lambda rows, outs: self._loss_of(outs, rows)
-            value = lambda outs: jnp.sum(_over_examples(one, axes, rows, outs))
+            one = lambda example, outs: self._loss_of(outs, example.arrays)
+            value = lambda outs: jnp.sum(rows.of_each(one, outs))
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
                 curve = lambda seeds: pull(seeds)[0]
             else:
                 curve = jax.linearize(jax.grad(value), outs)[1]
             # The loss may have a backward pass that is not linear.
-            return lambda seeds: _times_weights(curve(seeds), weights)
-        vectors = _over_examples(
-            lambda rows, outs: self.of_outputs(outs, rows), axes, rows, outs
-        )
+            return lambda seeds: _times_weights(curve(seeds), rows.weights)
+        # Otherwise, the curvature of each example is an array: `sum_kl s_k C_kl s_l^T`.
+        of_one = lambda example, outs: self.of_outputs(outs, example)
+        of_outputs = rows.of_each(of_one, outs)
 
-        def product(
-            _: RowArrays, factors: tuple[list, list, Curve, Array | None]
-        ) -> list:
-            seeds, vectors, curve, weight = factors
+        def product(example: Rows, seeds: list[Array], of_outputs: Seeds) -> list:
+            (vectors, curve), weight = of_outputs, example.weights
             dtype = common_dtype(*(seed.dtype for seed in seeds))
             parts = [
                 jnp.tensordot(x, seed, seed.ndim).astype(dtype)
                 for x, seed in safe_zip(vectors, seeds)
             ]
+            # `parts` are the products of each vector with the direction, for each array
+            # of outputs.
             along = functools.reduce(jnp.add, parts)
             along = along if curve is None else curve @ along
             along = along if weight is None else weight.astype(along.dtype) * along
             return [jnp.tensordot(along.astype(x.dtype), x, 1) for x in vectors]
 
-        return lambda seeds: _over_examples(
-            product, axes, rows, (seeds, *vectors, weights)
-        )
+        return lambda seeds: rows.of_each(product, seeds, of_outputs)
 
     def _seeds(
-        self, fisher: AbstractFisher, outs: list[Array], rows: RowArrays
+        self, fisher: AbstractFisher, outs: list[Array], example: Rows
     ) -> list[Inexact[Array, "samples *out"]]:
         """For each output of an example, vectors whose outer products give the matrix.
 
         For random vectors `s` with covariance `C`, the mean of `(J^T s) (J^T s)^T` is
         `J^T C J`.
         """
+        rows = example.arrays
         loss = lambda outs, key=None: self._loss_of(outs, rows, key)
         gradient, outs = self._gradient(loss), lax.stop_gradient(outs)
-        row = rows[-1] if fisher.key is not None and self.axes else None
+        # The gradient for the given label is one vector.
         if fisher.fisher == "empirical":
             vectors = [x[None] for x in gradient(outs)]
         elif fisher.sampler is None:
@@ -429,10 +432,16 @@ class GaussNewtonCurvature(AbstractCurvature):
             terms = jnp.abs(self._curve([jnp.zeros_like(x) for x in outs], rows))
             terms = jnp.where(jnp.isfinite(terms), terms, 0)
             factor = root(self._curve(outs, rows), terms)
+            # Random signs have the identity as their covariance, so their products with
+            # the root have the Hessian.
             signs = lambda key: jr.rademacher(key, factor.shape[:1], factor.dtype)
-            vectors = Unravel(outs)(jax.vmap(signs)(fisher.keys(row)) @ factor)
+            keys = fisher.keys_of_samples(example)
+            vectors = Unravel(outs)(jax.vmap(signs)(keys) @ factor)
         else:
-            vectors = jax.vmap(lambda key: gradient(outs, key))(fisher.keys(row))
+            # The gradients for labels that are drawn from the model.
+            keys = fisher.keys_of_samples(example)
+            vectors = jax.vmap(lambda key: gradient(outs, key))(keys)
+        # The matrix has the mean over samples, and each vector comes in twice.
         scale = fisher.num_samples**-0.5
         return [lax.stop_gradient(x * scale) for x in vectors]
 
@@ -441,6 +450,7 @@ class GaussNewtonCurvature(AbstractCurvature):
     ) -> Array:
         """The loss of an example, or of a label that is drawn for it with a key."""
         (_, *rest), kwargs = self._model.batch.arguments(rows)
+        # `loss` takes what `fun` returned, not its real and imaginary parts.
         out = as_complex(self._traced.output(outs))
         if key is not None and self._fisher is not None and self._fisher.sampler:
             draw = functools.partial(self._fisher.sampler, key)
@@ -455,6 +465,8 @@ class GaussNewtonCurvature(AbstractCurvature):
         unravel = Unravel(outs)
         flat = joined(outs, unravel.dtype)
         value = lambda flat: self._loss_of(unravel(flat), rows)
+        # The Hessian of the loss as a matrix, for the entries of all outputs in one
+        # vector.
         jacobian = jax.jacrev if self._is_reverse else jax.jacfwd
         return jacobian(self._gradient(value))(flat)
 
@@ -462,20 +474,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 _LOSS = "`loss`, whose arguments are the output of `fun` and all but its first,"
 
 
-def _over_examples(
-    one: Callable[..., Any], axes: Sequence[int], rows: RowArrays, *others: PyTree
-) -> Any:
-    """Maps `one(rows, *others)` over examples; `others` have them along axis 0.
-
-    Without `axes`, there is one example.
-    """
-    if not axes:
-        return one(rows, *others)
-    in_axes = [list(axes), *(0 for _ in others)]
-    return jax.vmap(one, in_axes)(rows, *others)
-
-
-def _times_weights(outs: list[Array], weights: Weights) -> list:
+def _times_weights(outs: list[Array], weights: Real[Array, " n"] | None) -> list:
     """Arrays of examples along axis 0, times the weights of these."""
     if weights is None:
         return outs

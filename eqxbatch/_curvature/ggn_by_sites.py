@@ -33,6 +33,7 @@ from .._base.primitives import LINEAR_IN_ALL, name_of, with_trait
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .._batch.arguments import RowArrays
+from .._batch.rows import Rows
 from .._sites.axes import Axis, EXAMPLE, Named, Role
 from .._sites.cost import forming_cost, num_products
 from .._sites.factors import Factor, Factors
@@ -60,7 +61,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         self,
         program: Program,
         requested: RequestedBlocks,
-        of_outputs: Callable[[list[Array], list[Array]], Seeds],
+        of_outputs: Callable[[list[Array], Rows], Seeds],
         *,
         num_vectors: int,
         has_curve: bool,
@@ -71,8 +72,12 @@ class SiteGaussNewton(AbstractSiteMatrix):
         self._outputs = [var.aval for var in program.jaxpr.outvars]
         self._dtype = common_dtype(*(x.dtype for x in self._outputs))
         self._paired: list[int | None] = [None for _ in table.perturbations]
+        # Vectors that come with a curvature are one-hot, one for each entry of the
+        # outputs. Others, such as gradients of drawn labels, are not the entries of
+        # anything.
         if has_curve and num_vectors > 1:
             self._paired = paired_outputs(program)
+        # A Jacobian that is formed needs the directions of all outputs.
         for i in sorted(requested.leaves):
             if self._is_sum(table, i):
                 for site in table.of(i):
@@ -84,6 +89,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
     def _is_sum(self, table: SiteTable, leaf: int) -> bool:
         """Whether a row of the Jacobian of a leaf is a sum of terms."""
         sites = table.of(leaf)
+        # The axes of outputs of paired sites, whose positions are not summed over.
         axes = (
             x.rule.y_axes for x in sites if self._paired[x.perturbation] is not None
         )
@@ -94,14 +100,13 @@ class SiteGaussNewton(AbstractSiteMatrix):
     def kind(self, site: Site, other: Site) -> tuple[int | None, int | None]:
         return self._paired_with(site), self._paired_with(other)
 
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], weights: Array | None
-    ) -> Factors:
+    def factors(self, rows: Rows) -> Factors:
         """Those of the program; the curvature is multiplied by the weights."""
-        factors = self.program.factors(rows, axes, self._directions)
-        if weights is None:
+        # Weights come in with the curvature, after the backward pass.
+        factors = self.program.factors(rows, self._directions)
+        if rows.weights is None:
             return factors
-        weights = weights.astype(self._dtype)
+        weights = rows.weights.astype(self._dtype)
         curve = factors.curve
         curve = weights if curve is None else jax.vmap(jnp.multiply)(curve, weights)
         return dataclasses.replace(factors, curve=curve)
@@ -118,6 +123,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         table, vectors = self.program.table, self._num_vectors
         of_jacobian = lambda i: struct_of(table.leaves[i], num, vectors)
         curve = jax.ShapeDtypeStruct((num, vectors, vectors), self._dtype)
+        # As in `factors` and `blocks_of`, with one vector only where a site is paired.
         return Factors(
             [struct_of(x, num) for x in table.operands],
             [
@@ -159,18 +165,22 @@ class SiteGaussNewton(AbstractSiteMatrix):
     def terms(
         self, use: Use, axes: Sequence[dict[str, Axis]], pair: PairFactors
     ) -> Iterator[list[Named]]:
+        # `[examples, vectors, vectors]` for a curvature, `[examples]` for weights.
         scale, terms = pair.curve, list[Named]()
         # The scale is a curvature, or the weight of each example.
         has_curve = scale is not None and scale.ndim == 3
+        # Without a curvature, the same vector is on both sides.
         sides = (0, 1) if has_curve else (0, 0)
         if scale is not None:
             vectors = [_vectors(side) for side in sides] if has_curve else []
             scaled = Named(widened(scale), (EXAMPLE, *vectors))
             if has_curve:
+                # The vectors of a paired site are the entries of its own output.
                 for side, names in enumerate(axes):
                     scaled = self._of_site(scaled, use[side], names, side)
             terms.append(scaled)
         for site, factors, names, side in safe_zip(use, pair.sides, axes, sides):
+            # In a paired site, this axis has size 1, and a contraction sums over it.
             factors = dataclasses.replace(factors, outputs=(_vectors(side),))
             of_site = factors.terms(alone(site), tokens="one_hot", by_name=names)
             operand, _, cotangent = of_site
@@ -194,6 +204,7 @@ class SiteGaussNewton(AbstractSiteMatrix):
         end = start + self._outputs[number].size
         x = lax.slice_in_dim(x, start, end, axis=position)
         of_output = [*itertools.chain(*site.rule.y_axes)]
+        # The entries of the output, as the axes of the site that they are.
         sizes = (site.sizes[name] for name in of_output)
         x = x.reshape(*x.shape[:position], *sizes, *x.shape[position + 1 :])
         of_site = [names[name] for name in of_output]
@@ -216,9 +227,12 @@ def paired_outputs(program: Program) -> list[int | None]:
     def pulled(seeds: list[Array], leaves: list[Array], rows: RowArrays) -> list:
         return program.linearize(leaves, rows).pullback(seeds)
 
+    # Outputs are numbered as inputs of the pullback, and their numbers followed through
+    # it.
     table, outs = program.table, [var.aval for var in program.jaxpr.outvars]
     seeds = [full_varying_as(out, 0) for out in outs]
     jaxpr = jax.make_jaxpr(pulled)(seeds, *program.traced.zeros()).jaxpr
+    # Leaves and rows are coefficients: the pullback is linear in seeds only.
     constants = (None for _ in jaxpr.invars[len(outs) :])
     of_cotangents = _followed(jaxpr, [*range(len(outs)), *constants])
     return [
@@ -264,6 +278,8 @@ def _followed(jaxpr: Jaxpr, inputs: Sequence[int | None]) -> list[int | None]:
         return None if isinstance(atom, jex.Literal) else numbers.get(atom)
 
     for eqn in jaxpr.eqns:
+        # What depends on two outputs, or on a reduction, is not computed entry by
+        # entry.
         ins = [of(atom) for atom in eqn.invars]
         known, closed = {*ins} - {None}, callee(eqn)
         if known and closed is not None:
@@ -283,6 +299,7 @@ def _keeps_entries(eqn: Eqn, depend: list[bool]) -> bool:
     `depend` marks the inputs that depend on what is followed.
     """
     name, is_only = name_of(eqn), sum(depend) == 1
+    # An operation keeps entries if it changes no size.
     followed = [
         atom for atom, is_followed in safe_zip(eqn.invars, depend) if is_followed
     ]
@@ -290,6 +307,7 @@ def _keeps_entries(eqn: Eqn, depend: list[bool]) -> bool:
         return False
     if name == "reshape":
         return eqn.params["dimensions"] is None
+    # A division by what is followed, or a selection by it, would not be linear in it.
     return (
         name in ("squeeze", "broadcast_in_dim", "reduce_sum")
         or (name in _ADDED and all(depend))

@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +28,7 @@ from .._base.mesh import vary_as
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
 from .._batch.arguments import RowArrays
+from .._batch.rows import Rows
 from .._sites.axes import Axis, EXAMPLE, Named
 from .._sites.cancel import cancels
 from .._sites.cost import pushed_cost
@@ -97,6 +97,8 @@ class SiteHessian(AbstractSiteMatrix):
     ):
         self._closed = _perturbed_gradient(program, checkpoint)
         jaxpr = self._closed.jaxpr
+        # What may change with each perturbation: only the factors of sites that meet in
+        # a requested block.
         needed = {
             (z, i)
             for pair in requested.pairs
@@ -104,11 +106,14 @@ class SiteHessian(AbstractSiteMatrix):
             for z, i in _keys(program.table, Use(*use))
             if i is not None
         }
+        # A perturbation changes only what is computed from it.
         depend = {
             z: depends(jaxpr, [i == z for i, _ in enumerate(jaxpr.invars)])
             for z in sorted({z for z, _ in needed})
         }
         self.changes = {(z, i) for z, i in needed if depend[z][i]}
+        # Perturbations are numbered in the order of their sites, so those of a push
+        # have what comes after them in common.
         every = sorted({z for z, _ in self.changes})
         size = -(-len(every) // _MOST_PUSHES) or 1
         groups = [every[i : i + size] for i in range(0, len(every), size)]
@@ -122,6 +127,7 @@ class SiteHessian(AbstractSiteMatrix):
         self._counts_cancelled = counts_cancelled and len(self._summed) > 0
 
     def kind(self, site: Site, other: Site) -> tuple:
+        # Which of both comes later, and which of the terms are not zero.
         z, y = site.perturbation, other.perturbation
         keys = _keys(self.program.table, Use(site, other))
         return (z > y) - (z < y), *(key in self.changes for key in keys)
@@ -140,33 +146,35 @@ class SiteHessian(AbstractSiteMatrix):
         assert flags is not None
         return jnp.sum(flags.array, dtype=jnp.float32)
 
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], weights: Array | None
-    ) -> Factors:
+    def factors(self, rows: Rows) -> Factors:
         """Those of the program, with the changes of each push as their `curve`."""
-        if rows:
-            in_axes = ([*axes], None if weights is None else 0)
-            every = eqx.filter_vmap(self._of_example, in_axes=in_axes)(rows, weights)
-        else:
-            every = jax.tree.map(lambda x: x[None], self._of_example(rows, weights))
+        every = rows.of_each(self._of_example)
+        if not rows.axes:
+            every = jax.tree.map(lambda x: x[None], every)
         operands, cotangents, changes = every
         values = self.program.values()
         return Factors(operands, cotangents, (), values=values, curve=changes)
 
-    def _of_example(self, rows: list[Array], weight: Array | None) -> _Changed:
+    def _of_example(self, example: Rows) -> _Changed:
         """The factors of one example, and how they change."""
         program, closed = self.program, self._closed
-        point = program.zeros(self.leaves, rows)
+        # Perturbations are zero at the point where derivatives are taken.
+        point = program.zeros(self.leaves, example.arrays)
         aval = program.jaxpr.outvars[0].aval
+        # A weight multiplies the loss, and with it all derivatives.
         seed = full_varying_as(aval, 1)
-        seed = seed if weight is None else seed * weight.astype(aval.dtype)
+        if example.weights is not None:
+            seed = seed * example.weights.astype(aval.dtype)
 
         def run(point: list[Array]) -> list:
-            args = [*point, *self.leaves, *rows, seed]
+            args = [*point, *self.leaves, *example.arrays, seed]
             return run_jaxpr(closed.jaxpr, list(closed.consts), args)
 
+        # The values themselves are needed as well as their derivatives.
         outs, changes = run(point), []
         for push, numbers in self.pushes:
+            # Only these perturbations move, so that nothing before the first is
+            # differentiated.
             zeros = [point[z] for z in push]
 
             def results(
@@ -176,6 +184,7 @@ class SiteHessian(AbstractSiteMatrix):
                 return [outs[i] for i in numbers]
 
             product = functools.partial(jax.jvp, results, [zeros])
+            # One direction for each entry of the perturbations.
             seeds = one_hot_seeds(jnp.arange(sum(x.size for x in zeros)), zeros)
             changes.append(
                 jax.vmap(lambda seed, product=product: product([seed])[1])(seeds)
@@ -206,6 +215,8 @@ class SiteHessian(AbstractSiteMatrix):
 
     def _at(self, changes: list[list[Array]], z: int, i: int) -> Array:
         """A derivative in one perturbation, of a cotangent or operand."""
+        # A push has the entries of all its perturbations along one axis: cut out those
+        # of `z`.
         of_push = safe_zip(self.pushes, changes)
         (push, numbers), arrays = next(pair for pair in of_push if z in pair[0][0])
         sizes = {k: self.program.table.perturbations[k].size for k in push}
@@ -216,6 +227,7 @@ class SiteHessian(AbstractSiteMatrix):
         del factors
         jaxpr, costs = self._closed.jaxpr, dict[int, float]()
         for push, _ in self.pushes:
+            # A direction of a push costs the same for whichever of its perturbations.
             marks = [i in push for i, _ in enumerate(jaxpr.invars)]
             of_one = num * pushed_cost(jaxpr, marks).time
             for z in push:
@@ -226,6 +238,7 @@ class SiteHessian(AbstractSiteMatrix):
         self, use: Use, axes: Sequence[dict[str, Axis]], pair: PairFactors
     ) -> Iterator[list[Named]]:
         changes: _OfUse = pair.curve
+        # Tokens become the one-hot rows that they stand for, which can be contracted.
         sides = [
             factors.terms(alone(site), tokens="one_hot", by_name=names)
             for site, factors, names in safe_zip(use, pair.sides, axes)
@@ -260,6 +273,8 @@ class SiteHessian(AbstractSiteMatrix):
         names = site.a_axes if is_operand else site.d_axes
         # Each site names the axes of its own array.
         x = jax.vmap(jax.vmap(arrange))(site.at_steps(x, 2))
+        # Then the other site names those of its perturbation, which are one axis so
+        # far.
         num, rest = x.shape[0], x.shape[2:]
         shape = self.program.table.perturbations[other.perturbation].shape
         split = other.at_steps(x.reshape(num, *shape, math.prod(rest)), 1)
@@ -306,6 +321,7 @@ def _sources(table: SiteTable, factors: Factors) -> list[tuple[Node, Array]]:
 
     The gradients are those of the sum over the examples.
     """
+    # Sites of several leaves may have the same value, whose gradient counts once.
     uses: dict[tuple, Site] = {}
     for site in table.sites:
         if site.source is not None:
@@ -313,6 +329,8 @@ def _sources(table: SiteTable, factors: Factors) -> list[tuple[Node, Array]]:
             uses.setdefault(key, site)
 
     def gradient(site: Site, source: Node) -> Array:
+        # The output of the site is linear in the value, so its transpose takes `d`
+        # back.
         d = factors.cotangents[site.perturbation].array
         operands = [x.array for x in factors.operands]
         a = site.operand_of(operands)
@@ -340,6 +358,7 @@ def _with_curved(
     if not sources:
         return blocks
     table, requested, leaves = hessian.program.table, hessian.requested, hessian.leaves
+    # By leaf, whether the second derivatives of its values are more than a diagonal.
     curved = {s.leaf: False for s in table.sites if s.source is not None}
     curved |= {s.leaf: True for s in table.sites if s.is_coupled}
 
@@ -352,6 +371,7 @@ def _with_curved(
 
         return jax.grad(value)([leaves[i] for i in which])
 
+    # This gradient is one of leaves alone: it costs nothing for each example.
     products = hessian_products(gradient, is_reverse=False, is_single=False)
     result = []
     for pairs, block in safe_zip(hessian.groups, blocks):
@@ -360,9 +380,11 @@ def _with_curved(
             # Such leaves are unlike all others, so this is the block of a single pair.
             product = products(leaves, [second], [first])
             if curved[first] and curved[second]:
+                # All columns, behind the axes of the rows, as in a block.
                 (of_pair,) = images(product, [leaves[second]], None, -1)
                 block = block + of_pair.astype(block.dtype).reshape(block.shape)
             elif first == second:
+                # A diagonal matrix times a vector of ones has the diagonal.
                 (diagonal,) = product([jnp.ones_like(leaves[first])])
                 diagonal = diagonal.astype(block.dtype)
                 block = _plus_diagonal(block, diagonal, requested.is_diagonal)
@@ -373,6 +395,7 @@ def _with_curved(
 def _plus_diagonal(block: Array, diagonal: Array, is_diagonal: bool) -> Array:
     if is_diagonal:
         return block + diagonal
+    # A whole block has both axes of the leaf, of which only equal entries are changed.
     entries = jnp.arange(diagonal.size)
     flat = block.reshape(diagonal.size, diagonal.size)
     return flat.at[entries, entries].add(diagonal.ravel()).reshape(block.shape)

@@ -97,6 +97,7 @@ def check_mode(
     """
     if reason is None:
         return
+    # If it has neither mode, another `mode` would not help, and the error says so.
     derivative_of(what, fun, point)
     if mode != "auto":
         raise TypeError(
@@ -245,6 +246,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         if self.in_axes is None:
             return self._of_one(args, kwargs)
         first, batch = args[:1], self.batch(args, kwargs)
+        # The same transform of a single example, without the settings of a batch.
         one = dataclasses.replace(
             self, in_axes=None, microbatch_size=None, accumulator=None
         )
@@ -259,6 +261,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         def slots(output: PyTree) -> Slots:
             accumulator = Concat() if self.accumulator is None else self.accumulator
             slots = as_slots(accumulator, output)
+            # The output has the examples along axis 0, which an accumulator reduces.
             flagged = (
                 dataclasses.replace(slot, per_example=True) for slot in slots.slots
             )
@@ -279,6 +282,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         program = fun.traced(None, run, _IF_ONE)
         leaves, (out, _) = program.leaves, program.out
         structs = check_outputs(out)
+        # Ask before anything is computed: the result itself may be too large.
         shape = self._num_rows(structs), sum(x.size for x in leaves)
         check_fits_memory(
             f"The Jacobian, of shape {shape},",
@@ -288,15 +292,18 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         )
         values = self._values(program, range(len(structs)))
 
+        # Columns or rows: whichever are fewer, and can be differentiated.
         mode = self._checked_mode(program, values, structs)
         log.debug("Jacobian: mode=%r is %r.", self.mode, mode)
         num_columns = sum(x.size for x in leaves)
+        # A budget measures calls with some of these columns or rows.
         total = num_columns if mode == "fwd" else self._num_rows(structs)
         size = self.num_columns(total, args, kwargs)
         try:
             if mode == "fwd":
                 blocks = by_columns(values, leaves, structs, size)
             else:
+                # Inside of `jax.shard_map`, rows may need leaves of another type.
                 again = lambda names: fun.varying_over(names).traced(None, run, _IF_ONE)
                 blocks = self._rows(program, again, structs, size)
         except Exception:
@@ -347,6 +354,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
         self, program: TracedFunction, values: Linear, structs: Leaves
     ) -> Literal["fwd", "rev"]:
         """The mode that needs fewer passes, among those that are differentiable."""
+        # A derivative of a real output is not a complex number.
         if self.holomorphic and not all(map(is_complex, structs)):
             raise TypeError(
                 "With `holomorphic=True`, all arrays that `fun` returns must be "
@@ -354,6 +362,8 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
                 "a function that is not holomorphic, pass real and imaginary parts of "
                 "the parameters as two real arrays, without `holomorphic`."
             )
+        # First what is known without differentiating: some modes would give wrong
+        # numbers here.
         leaves, exchanged = program.leaves, _exchanged(program)
         exchange = (
             "`fun` exchanges values that depend on its first argument between devices "
@@ -367,8 +377,10 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
             )
         if self.mode != "auto":
             return self.mode
+        # Forward mode takes one pass for each column, reverse mode one for each row.
         num_columns, num_rows = sum(x.size for x in leaves), self._num_rows(structs)
         is_forward = num_columns <= num_rows
+        # Only forward mode is right here, and it may be the slower one.
         if exchanged:
             if not is_forward:
                 warn_user(
@@ -377,10 +389,12 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
                     f"{exchange}. Set `mode='fwd'` to do so without a warning."
                 )
             return "fwd"
+        # The other mode is asked for only if the better one is missing.
         ask = without_forward_mode if is_forward else without_reverse_mode
         reason = ask(values, leaves)
         if reason is not None:
             is_forward = derivative_of("`fun`", values, leaves) == "columns"
+            # The user hears what it costs, and what would help.
             ways = (
                 f"forward mode (passes: {num_columns})",
                 f"reverse mode (passes: {num_rows})",
@@ -397,6 +411,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
 
     def _num_rows(self, structs: Leaves) -> int:
         """The number of pullbacks in reverse mode."""
+        # Real and imaginary part of an output are pulled back one after the other.
         parts = lambda struct: 1 if self.holomorphic or not is_complex(struct) else 2
         return sum(parts(struct) * struct.size for struct in structs)
 
@@ -414,6 +429,7 @@ class Jacobian(AbstractDerivative, AbstractMicrobatched, AbstractColumns, Generi
                 for part, leaf in safe_zip(parts, leaves)
             ]
             trees.append(jtu.tree_unflatten(unravel.treedef, split))
+        # Outside, the structure of the output; inside, that of the parameters.
         tree = jtu.tree_unflatten(jtu.tree_structure(out), trees)
         return (tree, unravel) if self.flat else tree
 

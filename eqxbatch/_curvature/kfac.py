@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.tree_util as jtu
@@ -26,12 +26,8 @@ from .._sites.table import SiteTable
 from .fisher import AbstractFisher
 from .functions import GaussNewtonCurvature
 from .jacobian import AbstractReplicated
-from .pytree import leaves_of_parts, Unravel
-
-
-if TYPE_CHECKING:
-    pass
-from .kronecker_factors import KroneckerBlock, KroneckerFactors
+from .kronecker_blocks import KroneckerBlock
+from .kronecker_factors import KroneckerFactors
 from .kronecker_sums import (
     finished,
     moment_sums,
@@ -40,6 +36,7 @@ from .kronecker_sums import (
     Weighing,
     WeightSharing,
 )
+from .pytree import leaves_of_parts, Unravel
 
 
 # There is always a batch here.
@@ -161,22 +158,29 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             )
 
     def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        fun = self.with_keys(self.in_microbatches(args, kwargs))
-        diff = fun.diff
+        fun = self.in_microbatches(args, kwargs)
+        diff, keys = fun.diff, self.keys_of(fun.blocks)
         curvature = GaussNewtonCurvature(
             fun, self.loss, fisher=self, if_whole=_IF_WHOLE
         )
+        # Without reverse mode, all Jacobians are formed, and no leaf has Kronecker
+        # factors.
         program = Program(curvature.program, formed=curvature.formed)
+        # By default, the sites say what is a block: a weight, and the bias that joins
+        # it.
         chosen = None
         if self.is_block is None:
             _check_not_multiplied(program.table, diff)
         else:
             chosen = [x for x in leaves_of_parts(diff, self.is_block) if x]
         parts = parts_of(program.table, chosen)
+        # Sums stay apart only over the mesh axes over which all leaves differ.
         axes = [varying(jax.typeof(x)) for x in jtu.tree_leaves(diff)]
         mesh_axes = frozenset.intersection(*axes)
 
         def totals(sums: Callable[[Factors, Weighing], list]) -> list:
+            # `self.total` adds up lists of arrays. What they are the leaves of comes
+            # out with the first trace.
             treedefs: list = []
 
             def flat(factors: Factors, weighing: Weighing) -> list[Array]:
@@ -187,12 +191,13 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             of_rows = functools.partial(_sums, curvature, program, flat)
             traced = curvature.program
             with exact_products(), products_of(traced.closed):
-                of_all, _ = self.total(fun, traced, of_rows, curvature.aux)
+                of_all, _ = self.total(fun, traced, of_rows, curvature.aux, keys)
             # A sum over examples, like a gradient. It also sums over devices, which
             # have different examples but the same parameters.
             of_all = [sum_except(x, mesh_axes) for x in of_all]
             return jtu.tree_unflatten(treedefs[0], of_all)
 
+        # The first pass over the examples: second moments of operands and cotangents.
         of_parts = totals(
             lambda factors, weighing: [
                 part_sums(program.table, part, factors, weighing, self.weight_sharing)
@@ -203,6 +208,8 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
             KroneckerBlock(part, *finished(part, of_part))
             for part, of_part in safe_zip(parts, of_parts)
         ]
+        # The second one needs the eigenvectors of the whole sums, so it cannot be
+        # joined with the first.
         if self.corrected:
             bases = {
                 block.part: [basis for _, basis in block.eigenvectors()]
@@ -216,6 +223,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
                     for part, basis in bases.items()
                 ]
             )
+            # Eigenvalues are replaced by the moments, and the factors stay as they are.
             known = dict(safe_zip(bases, moments))
             blocks = [
                 KroneckerBlock(part, x.outputs, x.inputs, known[part], *bases[part])
@@ -223,6 +231,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
                 else x
                 for x in blocks
             ]
+        # Sums of squares are positive semidefinite, unless a weight is negative.
         is_squared = self.fisher != "exact"
         is_semidefinite = is_squared and self.accumulator.weights is None
         return KroneckerFactors(tuple(blocks), Unravel(diff), is_semidefinite)
@@ -247,24 +256,22 @@ def _sums(
     curvature: GaussNewtonCurvature,
     program: Program,
     sums: Callable[[Factors, Weighing], list[Array]],
-    rows: list,
-    weights: Array | None,
+    rows: Rows,
 ) -> list[Array]:
     """Adds up what `sums` returns for the factors of some examples at a time."""
-    axes, num_vectors = curvature.axes, curvature.num_vectors
-
+    num_vectors = curvature.num_vectors
     directions = Directions(curvature.of_outputs, (VECTOR,))
 
     def of_rows(rows: Rows) -> list[Array]:
-        factors = program.factors(rows.arrays, axes, directions)
+        # The factors of the sites, with as many cotangents as there are vectors.
+        factors = program.factors(rows, directions)
         weighing = Weighing(factors.num, num_vectors, rows.weights, factors.curve)
         return sums(factors, weighing)
 
+    # As many examples at a time as have factors of the size that the platform allows.
     kept = _bytes(program.table, num_vectors)
     size = max(1, 4 * platform().factor_bytes // max(kept, 1))
-    total = rows[0].shape[axes[0]]
-    batch = Rows(rows, tuple(axes), total, weights=weights)
-    return accumulated(of_rows, batch, size, Sum())
+    return accumulated(of_rows, rows, size, Sum())
 
 
 def _bytes(table: SiteTable, num_vectors: int) -> int:
@@ -272,6 +279,7 @@ def _bytes(table: SiteTable, num_vectors: int) -> int:
 
     The patches of a convolution are several times as large as its input.
     """
+    # One operand, and one cotangent for each vector.
     structs = [*table.operands, *(num_vectors * [*table.perturbations])]
     size = lambda site, axes: math.prod(site.sizes[name] for name in axes)
     expanded = [

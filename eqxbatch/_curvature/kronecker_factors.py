@@ -1,15 +1,14 @@
-"""Kronecker factors of blocks of a matrix, and running averages of them."""
+"""`KroneckerFactors`, the result of `filter_kfac`."""
 
 from typing import TYPE_CHECKING
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Inexact, Real
+from jaxtyping import Array, Real
 
 from .._base.tables import AbstractTabular, Table
-from .._base.trees import safe_zip
-from .._sites.kronecker import Part
+from .._base.trees import import_extra, safe_zip
+from .kronecker_blocks import AbstractKroneckerFactors, KroneckerBlock
 from .pytree import Unravel
 
 
@@ -17,54 +16,7 @@ if TYPE_CHECKING:
     from .kronecker_operator import KroneckerOperator
 
 
-class KroneckerBlock(eqx.Module):
-    """A block that is a Kronecker product, or a block diagonal of several.
-
-    - `part`: names the parameters, and says why the block has this structure.
-    - `outputs`, `inputs`: the second moments of the cotangents and of the operands, of
-        shapes `(batch, outputs, outputs)` and `(batch, inputs, inputs)`, or
-        `(batch, inputs)` if the latter is diagonal. An exact or diagonal block is a
-        single factor, `inputs`, over all entries.
-    - `moments`: with `corrected=True`, the eigenvalues, of shape
-        `(batch, outputs, inputs)`. The eigenvectors are in `output_basis` and
-        `input_basis`.
-    """
-
-    part: Part = eqx.field(static=True)
-    outputs: Inexact[Array, "batch outputs outputs"] | None
-    inputs: Inexact[Array, "batch inputs *inputs"]
-    moments: Inexact[Array, "batch outputs inputs"] | None = None
-    output_basis: Inexact[Array, "batch outputs outputs"] | None = None
-    input_basis: Inexact[Array, "batch inputs inputs"] | None = None
-
-    @property
-    def matrix(self) -> Inexact[Array, "entries entries"]:
-        """An exact block."""
-        return self._only("block")
-
-    @property
-    def diagonal(self) -> Inexact[Array, " entries"]:
-        """The entries of a diagonal block."""
-        return self._only("diagonal")
-
-    def _only(self, structure: str) -> Array:
-        if self.part.structure != structure:
-            raise AttributeError(f"The structure of this block is {self.part}.")
-        return self.inputs[0]
-
-    def eigenvectors(self) -> list[tuple[Array, Array | None]]:
-        """Eigenvalues and eigenvectors of the factors of outputs and inputs.
-
-        For a diagonal factor, or for one that is missing, eigenvalues are in the order
-        of the entries, and there is no array of eigenvectors.
-        """
-        outputs = jnp.ones((1, 1), self.inputs.dtype)
-        outputs = outputs if self.outputs is None else self.outputs
-        factors = (outputs, self.inputs)
-        return [(x, None) if x.ndim == 2 else jnp.linalg.eigh(x) for x in factors]
-
-
-class KroneckerFactors(AbstractTabular, eqx.Module):
+class KroneckerFactors(AbstractKroneckerFactors, AbstractTabular):
     """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
 
     This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be
@@ -127,6 +79,8 @@ class KroneckerFactors(AbstractTabular, eqx.Module):
         not installed. Raises `RuntimeError` at run time if the eigenvectors of a
         `corrected` block are not orthogonal because they were averaged.
         """
+        # Its class is one of lineax, which is optional.
+        import_extra("lineax", "KroneckerFactors.operator", "linalg")
         from .kronecker_operator import KroneckerOperator
 
         return KroneckerOperator(self, damping, relative=relative, factored=factored)

@@ -14,140 +14,12 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real
 from .._base.checks import check_at_least
 from .._base.dtypes import common_dtype
 from .._base.mesh import error_if
-from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import checked
-from .._sites.kronecker import Part
-from .damped_product import DampedProduct
-from .kronecker_factors import KroneckerBlock, KroneckerFactors
+from .kronecker_blocks import AbstractKroneckerFactors
 from .operators import AbstractSymmetricOperator
 from .pytree import form_of, hessian_to_pytree, joined, Unravel
-
-
-class Spectrum(eqx.Module):
-    """The eigenvalues and eigenvectors of a block.
-
-    Coordinates along the eigenvectors are arrays of the shape of `values`. If there is
-    no array of eigenvectors for a factor, these are one-hot. `is_semidefinite` says
-    whether no eigenvalue is known to be negative. If the block is a Kronecker product,
-    `factors` are the eigenvalues of both factors; if it is one plus damping, or a power
-    of this, `damped` has them.
-    """
-
-    part: Part = eqx.field(static=True)
-    values: Inexact[Array, "batch outputs inputs"]
-    outputs: Inexact[Array, "batch outputs outputs"] | None
-    inputs: Inexact[Array, "batch inputs inputs"] | None
-    factors: tuple[Array, Array] | None = None
-    damped: DampedProduct | None = None
-    is_semidefinite: bool = eqx.field(static=True, default=False)
-
-    @property
-    def rounding(self) -> Inexact[Array, "..."]:
-        """The size below which an eigenvalue is zero up to rounding."""
-        bases = ((1, self.outputs), (2, self.inputs))
-        axes = tuple(axis for axis, basis in bases if basis is not None)
-        if not axes:
-            return jnp.zeros((), self.values.dtype)
-        size = sum(self.values.shape[axis] for axis in axes)
-        return _rounding(self.values, size, axes)
-
-    def coordinates(self, leaves: list[Array]) -> Array:
-        """The coordinates of the parameters of the block."""
-        dtype, layout = self.values.dtype, self.part.layout
-        if layout is None:
-            return self._rotated(joined(leaves, dtype)[None, None], back=False)
-        return self._rotated(layout.matrices(leaves).astype(dtype), back=False)
-
-    def product(self, leaves: list[Array]) -> Array:
-        """The coordinates of the block times the parameters."""
-        return self.values * self.coordinates(leaves)
-
-    def leaves(self, coordinates: Array) -> list[Array]:
-        """The parameters with these coordinates."""
-        return self._split(self._rotated(coordinates, back=True))
-
-    def diagonal(self) -> list[Array]:
-        """The diagonal of the block, in the shapes of its parameters."""
-        outputs, inputs = jax.tree.map(jnp.square, (self.outputs, self.inputs))
-        squared = dataclasses.replace(self, outputs=outputs, inputs=inputs)
-        return squared.leaves(self.values)
-
-    def _rotated(self, matrices: Array, *, back: bool) -> Array:
-        turned = lambda basis: jnp.swapaxes(basis, -1, -2) if back else basis
-        with exact_products():
-            if self.outputs is not None:
-                matrices = jnp.einsum("boq,boi->bqi", turned(self.outputs), matrices)
-            if self.inputs is not None:
-                matrices = jnp.einsum("bqi,bij->bqj", matrices, turned(self.inputs))
-        return matrices
-
-    def _split(self, matrices: Array) -> list[Array]:
-        if self.part.layout is not None:
-            return self.part.layout.leaves(matrices)
-        like = [jax.ShapeDtypeStruct(x, matrices.dtype) for x in self.part.shapes]
-        return Unravel(like).split(matrices.ravel())
-
-
-def _spectrum(block: KroneckerBlock) -> Spectrum:
-    """Eigenvalues and eigenvectors of a block."""
-    if block.moments is None:
-        factors = block.eigenvectors()
-        # Each entry of a diagonal factor is computed by itself.
-        of_outputs, of_inputs = (
-            _without_rounding(values, 8 if basis is None else values.shape[-1])
-            for values, basis in factors
-        )
-        (_, outputs), (_, inputs) = factors
-        values = of_outputs, of_inputs
-        return Spectrum(block.part, _products(*values), outputs, inputs, values)
-    return Spectrum(block.part, block.moments, block.output_basis, block.input_basis)
-
-
-def _products(outputs: Array, inputs: Array) -> Inexact[Array, "batch outputs inputs"]:
-    return outputs[:, :, None] * inputs[:, None, :]
-
-
-def _damped(
-    spectrum: Spectrum, damping: Array, *, relative: bool, factored: bool
-) -> Spectrum:
-    """A block plus damping, or the product of two factors plus damping each.
-
-    The latter share out the root of the damping by their mean eigenvalues.
-    """
-    added = damping.astype(spectrum.values.dtype)
-    if relative:
-        added = added * jnp.maximum(jnp.mean(spectrum.values), 0)
-    if not factored or spectrum.part.layout is None:
-        values, damped = spectrum.values + added, None
-        if spectrum.factors is not None:
-            damped = DampedProduct(*spectrum.factors, added)
-        return dataclasses.replace(spectrum, values=values, factors=None, damped=damped)
-    assert spectrum.factors is not None
-    means = [jnp.mean(x, axis=1, keepdims=True) for x in spectrum.factors]
-    is_zero = (means[0] <= 0) | (means[1] <= 0)
-    outputs, inputs = (jnp.where(is_zero, 1, x) for x in means)
-    root, ratio = jnp.sqrt(added), jnp.sqrt(inputs / outputs)
-    shares = root / ratio, root * ratio
-    factors = tuple(x + share for x, share in safe_zip(spectrum.factors, shares))
-    return dataclasses.replace(spectrum, values=_products(*factors), factors=factors)
-
-
-def _rounding(values: Array, size: int, axes: tuple[int, ...] = (-1,)) -> Array:
-    """The rounding errors of eigenvalues of matrices, or of products of some.
-
-    - `size`: the number of rows of a matrix, or the sum of these.
-    """
-    largest = jnp.max(jnp.abs(values), axis=axes, keepdims=True, initial=0)
-    return size * float(jnp.finfo(values.dtype).eps) * largest
-
-
-def _without_rounding(
-    values: Inexact[Array, "*batch k"], size: int
-) -> Inexact[Array, "*batch k"]:
-    """Replaces values that are negative because of rounding by zero."""
-    is_zero = (values < 0) & (values >= -_rounding(values, size))
-    return jnp.where(is_zero, 0, values)
+from .spectrum import DampedProduct, Spectrum, spectrum_of, with_damping
 
 
 _ASKEW = (
@@ -243,7 +115,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
     @checked
     def __init__(
         self,
-        factors: KroneckerFactors,
+        factors: AbstractKroneckerFactors,
         damping: Real[Array, ""] | float = 0.0,
         *,
         relative: bool = False,
@@ -255,6 +127,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
             of_what = "the eigenvalues of a matrix that is positive semidefinite"
             remedy = f"It is added to {of_what}."
             check_at_least("damping", float(damping), 0, remedy)
+        # What is known only at run time is checked there, in one place.
         added = jnp.asarray(damping)
         checks = [
             (_is_askew(basis), _ASKEW)
@@ -269,7 +142,9 @@ class KroneckerOperator(AbstractSymmetricOperator):
         added = error_if(added, *checks)
         self.tags = frozenset({lineax.symmetric_tag})
         self.unravel, self._is_damped = factors.unravel, added > 0
-        spectra = map(_spectrum, factors.blocks)
+        spectra = map(spectrum_of, factors.blocks)
+        # A damping of zero leaves all blocks as they are, without a word about
+        # `factored`.
         if is_traced or float(damping) != 0:
             if factored and any(x.moments is not None for x in factors.blocks):
                 raise ValueError(
@@ -278,7 +153,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
                     "of both."
                 )
             settings = {"relative": relative, "factored": factored}
-            spectra = (_damped(x, added, **settings) for x in spectra)
+            spectra = (with_damping(x, added, **settings) for x in spectra)
+        # Damping of at least 0 keeps this.
         known = {"is_semidefinite": factors.is_semidefinite}
         self.spectra = tuple(dataclasses.replace(x, **known) for x in spectra)
 
@@ -308,6 +184,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
     ) -> "KroneckerOperator":
         """The same; raises an error if an eigenvalue is wrong."""
         checks = ((is_wrong(spectrum), message) for spectrum in self.spectra)
+        # The check must be in the way of all results: a number that nothing needs is
+        # removed.
         zero = error_if(jnp.zeros((), jnp.float32), *checks)
         plus_zero = lambda values: values + zero.astype(values.dtype)
         return self._with(plus_zero, lambda damped: damped.changed(plus_zero))
@@ -376,6 +254,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         values = joined(of_blocks, unravel.dtype)
 
         def vectors(coordinates: Inexact[Array, " n"]) -> PyTree:
+            # Blocks are asked for in order, so each takes its own piece.
             pieces = iter(unravel.split(coordinates))
             return self._tree(lambda spectrum: spectrum.leaves(next(pieces)))
 
@@ -386,6 +265,7 @@ class KroneckerOperator(AbstractSymmetricOperator):
         every = jnp.eye(sum(self.unravel.sizes), dtype=self.unravel.dtype)
         flat = lambda tree: joined(jax.tree.leaves(tree), every.dtype)
         matrix = jax.vmap(lambda x: flat(self.mv(self.unravel(x))))(every)
+        # Products are symmetric up to rounding.
         return (matrix + matrix.T) / 2
 
     def as_pytree(self) -> PyTree:

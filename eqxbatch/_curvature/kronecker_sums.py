@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, TYPE_CHECKING
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -23,10 +23,6 @@ from .._sites.factors import Factors
 from .._sites.formed import gradients
 from .._sites.kronecker import AxisRoles, Layout, Part, uses_of
 from .._sites.table import SiteTable
-
-
-if TYPE_CHECKING:
-    pass
 
 
 WeightSharing = Literal["expand", "reduce"]
@@ -92,16 +88,19 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
     (a, of_a), (d, of_d), shared, met = use.terms(factors)
     sides = (layout.inputs, layout.outputs)
     into, out = sides[::-1] if use.is_swapped else sides
+    # Positions of all loops and windows become one axis; so do the axes of each kind.
     num, vectors = d.shape[:2]
     positions = math.prod(d.shape[of_d.index(axis)] for axis in shared)
     d = _in_order(d, of_d, (EXAMPLE, VECTOR), shared, layout.batch, out)
     count, rows = layout.size(layout.batch), layout.size(out)
     d = d.reshape(num, vectors, positions, count, rows)
+    # A one-hot row is as long as the table, so tokens stay numbers.
     if use.site.rule.token is not None:
         tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
         return _Use(None, d, tokens.reshape(num, positions), use.is_swapped)
     a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
     a = a.reshape(num, positions, count, layout.size(into))
+    # Groups, such as the experts of a mixture, are the matrices of the batch.
     if met is not None:
         batch = (Axis(Role.LEAF, number) for number in layout.batch)
         met = aligned(*met, (EXAMPLE, *shared, *batch))
@@ -123,6 +122,7 @@ def _gram(
 ) -> Inexact[Array, "batch k k"]:
     """The sum of outer products, as a single matrix product if possible."""
     x, y = (z.reshape(math.prod(z.shape[:-2]), *z.shape[-2:]) for z in (x, y))
+    # A single matrix needs no batched product.
     if x.shape[1] == 1:
         return jnp.einsum("zi,zj->ij", x[:, 0], y[:, 0])[None]
     return jnp.einsum("zbi,zbj->bij", x, y)
@@ -161,6 +161,7 @@ def part_sums(
 def _role_sums(
     uses: list[_Use], part: Part, weighing: Weighing, sharing: WeightSharing
 ) -> list[Array]:
+    # Calls of a weight count as further positions.
     positions = sum(use.num for use in uses)
     if sharing == "reduce" and all(use.a is not None for use in uses):
         # The mean of the operands, and the sum of the cotangents, over the positions.
@@ -168,13 +169,18 @@ def _role_sums(
         total = functools.reduce(jnp.add, operands)
         d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
         met = None
+        # With as many positions in all examples, the mean of the operands is a single
+        # one.
         if isinstance(positions, int):
             a, positions = total / max(positions, 1), 1
         else:
+            # Otherwise, the mean is over those that meet the matrix. An example without
+            # any has none, and does not count.
             a = total / jnp.maximum(positions, 1)[..., None]
             positions = (positions > 0).astype(positions.dtype)
             met = positions[:, None]
         uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
+    # Second moments are sums over all uses, as over positions.
     grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
     add = functools.partial(functools.reduce, jnp.add)
     gram = add(grams)
@@ -191,6 +197,7 @@ def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, 
     outputs = _gram(use.d, weighing.seconds(use.d))
     if use.tokens is None:
         assert use.a is not None
+        # The sum of the operands is their second moment with the 1 that a bias meets.
         weighted = weighing.times(use.a)
         return _gram(use.a, weighted), jnp.sum(weighted, (0, 1)), outputs
     assert part.layout is not None
@@ -198,6 +205,8 @@ def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, 
     table = jnp.zeros(part.layout.size(side), outputs.dtype)
     tokens = use.tokens
     take = lambda table: jnp.take(table, tokens, mode="fill", fill_value=0)
+    # Looking up is linear in the table, and its transpose adds to the rows that were
+    # read.
     ones = weighing.times(jnp.ones(tokens.shape, table.dtype))
     # How often each row of the table is looked up.
     counts = jax.linear_transpose(take, table)(ones)[0]
@@ -213,6 +222,7 @@ def _exact_sum(
     parts = []
     for leaf in part.leaves:
         struct, sites = table.leaves[leaf], table.of(leaf)
+        # A leaf that the function does not use has a gradient of zero.
         x = jnp.zeros((*lead, *struct.shape), struct.dtype)
         x = widened(gradients(sites, factors, struct)) if sites else x
         parts.append(x.reshape(*lead, struct.size))
@@ -235,11 +245,15 @@ def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
         (total,) = sums
         is_diagonal = part.structure == "diagonal"
         return None, (total if is_diagonal else symmetric(total))[None]
+    # Four sums for each role of the operands.
     pairs = []
     for start in range(0, len(sums), 4):
         gram, total, outputs, count = sums[start : start + 4]
+        # Inputs become means over examples and positions. Outputs stay sums over
+        # positions, as their product with the inputs is.
         safe = jnp.where(count == 0, 1, count)
         inputs = gram / safe.reshape(*safe.shape, *safe.ndim * (gram.ndim - 1) * (1,))
+        # The operand of a bias is 1: it adds a column of means, and a 1 in the corner.
         if layout.bias is not None:
             mean = total / safe
             ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
@@ -249,7 +263,11 @@ def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
         pairs.append((symmetric(outputs), inputs))
     if len(pairs) == 1:
         return pairs[0]
+    # In the second role, cotangents have the layout's inputs, and operands its outputs.
     (second, first), (inputs, outputs) = pairs
+    # Of `A1 x B1 + A2 x B2`, the partial traces are `tr(B1) A1 + tr(B2) A2` and `tr(A1)
+    # B1 + tr(A2) B2`. Their product has the square of the trace, so it is divided by
+    # the trace.
     traces = [
         jnp.trace(x, axis1=1, axis2=2)[:, None, None]
         for x in (first, second, inputs, outputs)
@@ -273,6 +291,8 @@ def moment_sums(
     layout = part.layout
     assert layout is not None
     uses = [flat_use(use, factors, layout) for use in uses_of(table, part)]
+    # If there is one position only, a gradient is an outer product, and need not be
+    # formed.
     (use, *rest) = uses
     is_one = not rest and use.d.shape[2] == 1 and use.a is not None
     if is_one:
@@ -287,6 +307,7 @@ def moment_sums(
         )
         return jnp.sum(formed * weighing.seconds(formed), 1)
 
+    # Otherwise, gradients are formed in the eigenbasis, for some examples at a time.
     arrays, treedef = jax.tree.flatten((uses, weighing))
 
     def of_block(rows: Rows) -> Array:
@@ -305,6 +326,7 @@ def rotated(
 ) -> tuple[Array, Array]:
     """Operand and cotangent in the eigenbases of the factors."""
     out, into = bases[::-1] if use.is_swapped else bases
+    # A one-hot row times the eigenvectors is a row of these.
     if use.tokens is not None and into is not None and layout.bias is None:
         rows = jnp.take(into[0], use.tokens, 0, mode="fill", fill_value=0)
         a, into = rows[:, :, None], None
@@ -314,6 +336,7 @@ def rotated(
     else:
         assert use.a is not None
         a = use.a
+    # The operand of a bias is 1, as in `finished`.
     if layout.bias is not None:
         a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
     if into is not None:
@@ -327,5 +350,6 @@ def product_in_basis(
     use: _Use, layout: Layout, bases: Sequence[Array | None]
 ) -> Inexact[Array, "n vectors batch outputs inputs"]:
     a, d = rotated(use, layout, bases)
+    # Summed over positions; the layout's outputs come first, whatever the role.
     formed = jnp.einsum("npbi,nvpbo->nvboi", a, d)
     return jnp.swapaxes(formed, -1, -2) if use.is_swapped else formed

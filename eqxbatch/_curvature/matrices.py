@@ -72,26 +72,31 @@ class AbstractMatrix(AbstractBySites, Generic[P]):
             # other.
             sized = dataclasses.replace(self, block_size=_LEAST_COLUMNS)
         fun = sized.in_microbatches(args, kwargs)
-        if isinstance(self, AbstractFisher):
-            fun = self.with_keys(fun)
+        keys = self.keys_of(fun.blocks) if isinstance(self, AbstractFisher) else None
+        # The size of the result is known before anything is computed.
         diff, leaves = fun.diff, jtu.tree_leaves(fun.diff)
         num = sum(x.size for x in leaves)
         if self.part == "full":
             self._check_fits(num, common_dtype(*(x.dtype for x in leaves)))
+        # A budget for columns measures a call with the microbatches that were chosen.
         of_fun = None if fun.blocks is None else fun.blocks.size
         size = self.num_columns(num, args, kwargs, microbatch_size=of_fun)
         curvature = self.curvature(fun)
         # The whole matrix has a single part.
         is_block = (lambda _: True) if self.part == "full" else self.is_block
         parts = leaves_of_parts(diff, is_block)
+        # Pairs on and above the diagonal, within each part. Of a diagonal, each array
+        # is one.
         is_diagonal = self.part == "diagonal"
         all_pairs = functools.partial(itertools.combinations_with_replacement, r=2)
         pairs = itertools.chain.from_iterable(map(all_pairs, parts))
         requested = RequestedBlocks([*pairs], is_diagonal)
+        # How they are computed is chosen from one example, before the loop over all.
         blocks = CurvatureBlocks(curvature, requested, self.method, size)
         program = curvature.program
         with products_of(program.closed):
-            sums, aux = self.total(fun, program, blocks.sums, curvature.aux)
+            sums, aux = self.total(fun, program, blocks.sums, curvature.aux, keys)
+        # Each device has the sums over its own examples.
         groups = (_over_devices(*x, leaves) for x in safe_zip(blocks.groups, sums))
         matrix = arranged(
             diff,
@@ -123,12 +128,14 @@ def _over_devices(
 
     Devices keep their own block of two leaves if one of these differs between them.
     """
+    # A block differs between devices if one of its two leaves does.
     kinds = [
         varying(jax.typeof(leaves[i])) | varying(jax.typeof(leaves[j]))
         for i, j in pairs
     ]
     for names in dict.fromkeys(kinds):
         which = [i for i, kind in enumerate(kinds) if kind == names]
+        # Mostly all pairs are of one kind, and stay one array.
         of_names = blocks if len(which) == len(pairs) else blocks[np.array(which)]
         yield [pairs[i] for i in which], sum_except(of_names, names)
 

@@ -72,10 +72,12 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
         `cls` is the class of the transform for products, which `make` returns. Of
         `kwargs`, some are its settings, and some are arguments of the function.
         """
+        # Settings of transforms are keyword-only fields.
         names = {field.name for field in dataclasses.fields(cls) if field.kw_only}
         settings = {name: x for name, x in kwargs.items() if name in names}
         self._product, self.args = make(*funs, **settings), args
         self.kwargs = {name: x for name, x in kwargs.items() if name not in names}
+        # lineax asks for the structure of vectors without a call.
         diff, _ = self._product.parameters(args, self.kwargs)
         self._parameters = jax.eval_shape(lambda: diff)
 
@@ -85,6 +87,8 @@ class _AbstractCurvatureOperator(AbstractSymmetricOperator):
 
     def _evaluated(self, transform: Callable, **settings: Any) -> Any:
         """The result of a transform with the settings of the product."""
+        # Functions and settings are fields of the same names in all transforms of a
+        # family.
         fields = dataclasses.fields(self._product)
         settings |= {field.name: getattr(self._product, field.name) for field in fields}
         return transform(**settings)(*self.args, **self.kwargs)
@@ -212,6 +216,7 @@ class GGNOperator(_AbstractCurvatureOperator):
 
 @lineax.materialise.register(AbstractSymmetricOperator)
 def _materialise(operator: AbstractSymmetricOperator) -> lineax.AbstractLinearOperator:
+    # Some operators know this without a tag.
     is_known = lineax.is_positive_semidefinite(operator)
     tags = operator.tags | ({lineax.positive_semidefinite_tag} if is_known else set())
     structure = operator.out_structure()

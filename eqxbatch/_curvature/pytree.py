@@ -131,6 +131,7 @@ class Unravel(eqx.Module, Generic[_Tree]):
         return common_dtype(*(struct.dtype for struct in self.structs))
 
     def __call__(self, vector: Inexact[Array, "*batch n"]) -> _Tree:
+        # The hint has the number of entries, so that the message names it.
         hint = Inexact[AnyArray, f"*batch {sum(self.sizes)}"]
         check_types({"vector": vector}, {"vector": hint})
         vector = jnp.asarray(vector)
@@ -173,9 +174,11 @@ def square(
     """
 
     def block(row: int, column: int) -> Array:
+        # Below the diagonal, a block is the transpose of its mirror image.
         first, second = min(row, column), max(row, column)
         x = blocks[first, second].reshape(leaves[first].size, leaves[second].size)
         if row == column:
+            # A block on the diagonal has both halves, of which one is kept.
             x = x if is_whole else mirrored(x)
         elif row > column:
             x = x.T
@@ -197,9 +200,12 @@ def flat_square(
     sizes = [x.size for x in leaves]
     starts = [0, *itertools.accumulate(sizes)]
     dtype = common_dtype(*(x.dtype for x in leaves))
+    # A single block is the matrix.
     if len(leaves) == 1:
         matrix = groups[0][1].reshape(*sizes, *sizes).astype(dtype)
         return matrix if is_whole else mirrored(matrix)
+    # Blocks on and above the diagonal are written to an array of zeros, and copied to
+    # below it at the end.
     every = [blocks for _, blocks in groups]
     matrix = vary_as(every, jnp.zeros((starts[-1], starts[-1]), dtype))
     at_run_time = runtime_indices(starts, every[0].ravel()[:1])
@@ -207,6 +213,7 @@ def flat_square(
         first, second = pairs[0]
         shape = (len(pairs), sizes[first], sizes[second])
         blocks = blocks.reshape(shape).astype(dtype)
+        # A block of its own is written in place, at an index known only at run time.
         if len(pairs) == 1:
             corner = [at_run_time[i] for i in pairs[0]]
             matrix = lax.dynamic_update_slice(
@@ -292,6 +299,7 @@ def hessian_to_pytree(H: Inexact[Array | np.ndarray, "n n"], x: PyTree) -> PyTre
         )
     # Otherwise, the result would change with `H`.
     H = H.copy() if isinstance(H, np.ndarray) else H
+    # First rows, then columns, by the same sizes.
     ends = itertools.accumulate(unravel.sizes)
     rows = [
         jtu.tree_unflatten(
@@ -317,7 +325,9 @@ def arranged(
     With `is_whole`, nothing was gained by symmetry, so that a full matrix stays as it
     is below the diagonal.
     """
+    # A flat matrix takes stacked blocks as they are.
     pairs = {} if flat and not is_diagonal else by_pairs(groups, jtu.tree_leaves(diff))
+    # A diagonal has the form of the parameters.
     if is_diagonal:
         leaves, treedef = jtu.tree_flatten(diff)
         if flat:
@@ -335,6 +345,7 @@ def arranged(
         if flat:
             chosen = [*_among(groups, numbers)]
             return flat_square(chosen, leaves, is_whole=is_whole), Unravel(part)
+        # Pairs are numbered over all leaves, a part has its own numbers from 0.
         blocks = {
             (first - numbers.start, second - numbers.start): pairs[first, second]
             for first, second in itertools.combinations_with_replacement(numbers, 2)
@@ -349,6 +360,7 @@ def arranged(
 def _among(groups: Sequence[Group], numbers: range) -> Iterator[Group]:
     """Those blocks of some groups that belong to a range of leaves, from 0."""
     for pairs, blocks in groups:
+        # Both leaves of a pair are in the same part.
         chosen = [i for i, (first, _) in enumerate(pairs) if first in numbers]
         if not chosen:
             continue

@@ -58,6 +58,7 @@ def squares_one_by_one() -> Callable[[Inexact[Array, "n ..."], Scale], Squares]:
     last: list[Array] = []
 
     def square(x: Array, scale: Scale) -> Squares:
+        # An array is scaled, and so squared, only after the sum of the one before.
         scale, *_ = in_turn([scale, *last])
         square = scaled_squares(x, scale)
         last[:] = [square.value]
@@ -72,6 +73,7 @@ Norms = Literal["leaf"] | Callable[[str, Any], Hashable] | None
 
 
 def checked_bound(bound: Array) -> Array:
+    # `~(bound >= 0)` holds for NaN, too.
     is_wrong = ~jnp.all(bound >= 0)
     return eqx.error_if(bound, is_wrong, "`clip_norm` must not be negative or NaN.")
 
@@ -101,14 +103,15 @@ def clipping_groups(
     what += " each part"
     # Leaves with one bound are one group, whose norm is bounded.
     bounds, members, first = [], [], 0
-    for _, bound, part in match_prefix("clip_norm", clip_norm, gradient, what):
-        num = len(jtu.tree_leaves(part))
+    for _, bound, subtree in match_prefix("clip_norm", clip_norm, gradient, what):
+        num = len(jtu.tree_leaves(subtree))
         # Those of the examples are checked before they are cut.
         is_one = isinstance(bound, jax.Array) and bound.shape == ()
         bounds.append(checked_bound(bound) if is_one else bound)
         members.append([*range(first, first + num)])
         first += num
-    # Norms are returned for these groups, or for others that the user names.
+    # Norms are returned for these groups, or for others that the user names. That the
+    # list is the same says that the norms are, too.
     treedef = jtu.tree_structure(clip_norm, is_leaf=is_none)
     if norms is None:
         return Groups(bounds, members, members, treedef, scale, nan_safe)
@@ -119,13 +122,18 @@ def clipping_groups(
     by_name: dict[Any, list[int]] = {}
     for i, (path, leaf) in enumerate(leaves):
         by_name.setdefault(norms(jtu.keystr(path), leaf), []).append(i)
+    # The result is a dict by name, whose keys JAX sorts: so the groups are sorted, too.
     numbers, treedef = jtu.tree_flatten(dict(safe_zip(by_name, range(len(by_name)))))
     returned = [[*by_name.values()][i] for i in numbers]
     return Groups(bounds, members, returned, treedef, scale, nan_safe)
 
 
 def _sum_of(terms: list[Real[Array, "n ..."]]) -> Real[Array, " n"]:
-    """The sum of some terms, and of the numbers that make up some of them."""
+    """The sum of some terms, and of the numbers that make up some of them.
+
+    Terms of shape `[n]` are added up, and rows of those of shape `[n, numbers]`, too.
+    """
+    # All rows side by side are one sum, which is one kernel on a GPU.
     rows = [x for x in terms if x.ndim > 1]
     terms = [x for x in terms if x.ndim == 1]
     if rows:
@@ -133,11 +141,25 @@ def _sum_of(terms: list[Real[Array, "n ..."]]) -> Real[Array, " n"]:
     return functools.reduce(jnp.add, terms)
 
 
+class PlainSquares(NamedTuple):
+    """Squared norms of per-example gradients as they are, of any size.
+
+    - `squares`: for each leaf, those of its gradients, or numbers whose sum they are,
+        shape `[n]` or `[n, numbers]`; None if it is cheap to scale all of them.
+    - `flags`: of these, none must be set.
+    """
+
+    squares: list[Real[Array, "n ..."]] | None
+    flags: list[Bool[Array, ""]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Clipped:
-    """The result of clipping for some examples.
+    """The result of clipping for `n` examples.
 
-    `scales` has a factor for each leaf; `is_kept` is None if all examples are kept.
+    - `scales`: for each leaf, the factors of its gradients, shape `[n]`.
+    - `is_kept`: which examples are kept, shape `[n]`; None if all are.
+    - `norms`: a PyTree of norms before clipping, each of shape `[n]`.
     """
 
     scales: list[Array]
@@ -164,6 +186,7 @@ class Groups:
     - `returned`, `treedef`: the groups of leaves whose norms are returned, and their
         PyTree.
     - `scale`: a function from these norms to factors, in place of bounds.
+    - `nan_safe`: whether an example with a norm that is not finite counts as zero.
     """
 
     bounds: list[Any]
@@ -173,90 +196,108 @@ class Groups:
     scale: Callable[[PyTree], PyTree] | None
     nan_safe: bool
 
+    def __repr__(self) -> str:
+        by = "bounds" if self.scale is None else "a function"
+        groups = ", ".join(map(str, self.members))
+        return f"<leaves in groups {groups}, scaled by {by}>"
+
     def of_rows(self, bounds: list[Array]) -> "Groups":
         """The groups for some examples, with the bounds that each of them has."""
+        # Bounds of shape `[n]` come in their order here; a number is for all examples.
         rows = iter(bounds)
         of_rows = [next(rows) if np.ndim(x) else x for x in self.bounds]
         return dataclasses.replace(self, bounds=of_rows)
 
     @functools.cached_property
-    def parts(self) -> list[list[int]]:
-        """The leaves that share both groups."""
-        parts: dict[tuple, list[int]] = {}
+    def intersections(self) -> list[list[int]]:
+        """The leaves that share both groups, in the order of the first of them."""
+        members: dict[tuple, list[int]] = {}
+        # The numbers of the groups that each leaf is in. Squares are added up within
+        # intersections first, and these within either kind of group.
         groups = [
             {i: number for number, group in enumerate(of_all) for i in group}
             for of_all in (self.members, self.returned)
         ]
         for i in sorted(groups[0]):
-            parts.setdefault((groups[0][i], groups[1][i]), []).append(i)
-        return [*parts.values()]
+            members.setdefault((groups[0][i], groups[1][i]), []).append(i)
+        return [*members.values()]
 
     def clip(
         self,
-        plain: list[Real[Array, "n ..."]] | None,
-        flags: list[Bool[Array, ""]],
+        plain: PlainSquares,
         scaled: Callable[[list[Scale]], list[Squares]],
     ) -> Clipped:
         """The factors of each leaf, for some examples.
 
-        `plain` are the squared norms of each leaf's gradients, perhaps as sums, and
-        wrong if a flag is set or a sum out of range; None if scaling is cheap.
+        The `plain` squares are wrong if a flag is set or a sum out of range.
         `scaled(scales)` are always right. The scales bring those gradients that are
         formed into range.
         """
-        if plain is None:
+        if plain.squares is None:
             return self._clipped(self._added(scaled([])))
-        # Plain squares are right unless a sum leaves the range, which a flag tells.
-        dtypes = sorted((x.dtype for x in plain), key=lambda dtype: dtype.itemsize)
-        wide = [x.astype(dtypes[-1]) for x in plain]
-        totals = []
-        for members in self.parts:
+        # Plain squares are right unless a sum leaves the range, which a flag tells. It
+        # is in the widest dtype, and must be in the range of the narrowest, in which
+        # some of its squares were computed.
+        dtypes = [x.dtype for x in plain.squares]
+        dtypes.sort(key=lambda dtype: dtype.itemsize)
+        wide = [x.astype(dtypes[-1]) for x in plain.squares]
+        totals, flags = [], [*plain.flags]
+        for members in self.intersections:
             total = _sum_of([wide[i] for i in members])
             totals.append(Squares(total, jnp.zeros_like(total, "int32")))
             flags.append(~jnp.all(is_in_range(total.astype(dtypes[0]))))
         arrays, treedef = jtu.tree_flatten(totals)
 
-        def others() -> list[Array]:
+        def with_scales() -> list[Array]:
+            # These leaves get the scale that brings their sum into range: one
+            # exponent for all lets their squares be added up as they are.
             scales: dict[int, Scale] = {}
-            for total, members in safe_zip(totals, self.parts):
+            for total, members in safe_zip(totals, self.intersections):
                 scales.update(dict.fromkeys(members, into_range(total.value)))
             in_order = [scales[i] for i in sorted(scales)]
             return jtu.tree_leaves(self._added(scaled(in_order)))
 
         # One branch for all, because the host of a GPU may wait for each.
-        chosen = unless_cancelled(jnp.stack(flags), arrays, arrays, others)
-        return self._clipped(jtu.tree_unflatten(treedef, chosen))
+        squares = unless_cancelled(jnp.stack(flags), arrays, arrays, with_scales)
+        return self._clipped(jtu.tree_unflatten(treedef, squares))
 
     def _added(self, squares: list[Squares]) -> list[Squares]:
-        """The squared norm of each part."""
-        return [sum_of_squares([squares[i] for i in part]) for part in self.parts]
+        """The squared norm of each intersection."""
+        of_leaves = [[squares[i] for i in leaves] for leaves in self.intersections]
+        return [*map(sum_of_squares, of_leaves)]
 
     def _norms(self, squares: list[Squares], groups: list[list[int]]) -> list[_Norm]:
-        """The norm of each group, from the squared norm of each part."""
+        """The norm of each group, from the squared norm of each intersection."""
         norms = []
         for group in groups:
+            # An intersection is within a group as a whole, or not at all.
             within = [
                 square
-                for square, part in safe_zip(squares, self.parts)
-                if part[0] in group
+                for square, leaves in safe_zip(squares, self.intersections)
+                if leaves[0] in group
             ]
+            # The norm of a group without leaves is zero.
             zeros = jax.tree.map(jnp.zeros_like, squares[0])
-            one = [*within, zeros][0] if len(within) < 2 else sum_of_squares(within)
-            # The derivative of a norm at zero is defined as zero instead of NaN.
-            is_positive = one.value > 0
-            root = jnp.sqrt(jnp.where(is_positive, one.value, 1))
-            norms.append(_Norm(jnp.where(is_positive, root, one.value), one.exponent))
+            total = [*within, zeros][0] if len(within) < 2 else sum_of_squares(within)
+            value, exponent = total
+            # The derivative of a norm at zero is defined as zero instead of NaN. The
+            # root of `value * 4**exponent` has half of that exponent of two.
+            is_positive = value > 0
+            root = jnp.sqrt(jnp.where(is_positive, value, 1))
+            norms.append(_Norm(jnp.where(is_positive, root, value), exponent))
         return norms
 
     def _clipped(self, squares: list[Squares]) -> Clipped:
-        """Factors from the squared norm of each part."""
+        """Factors from the squared norm of each intersection."""
         of_groups = self._norms(squares, self.members)
+        # Most calls return the norms that they clip by.
         is_same = self.returned is self.members
         of_returned = of_groups if is_same else self._norms(squares, self.returned)
         norms = self.treedef.unflatten([norm.number for norm in of_returned])
         factors = self._scaled(norms) if self.scale else self._bounded(of_groups)
         is_kept: Bool[Array, "..."] | None = None
         if self.nan_safe:
+            # An example is left out as a whole, whichever of its norms is not finite.
             finite = [jnp.isfinite(norm.number) for norm in of_groups]
             is_kept = functools.reduce(jnp.logical_and, finite)
             # The factor that a user's function has for NaN may be NaN, too.
@@ -272,6 +313,9 @@ class Groups:
             if bound is not None:
                 limit = jnp.asarray(bound, root.dtype)
                 is_longer = norm.number > limit  # The norm itself may overflow.
+                # So its root and exponent are divided by, one after the other. Where
+                # the gradient is short, a division by zero would have a derivative of
+                # NaN, although it is not selected.
                 divisor = jnp.where(is_longer, root, 1)
                 shorter = times_two_to(limit / divisor, -exponent)
                 factor = jnp.where(is_longer, shorter, 1)
@@ -285,11 +329,13 @@ class Groups:
         """The factor of each leaf from the user's function."""
         assert self.scale is not None
         call = functools.partial(_called_scale, self.scale)
+        # It returns a prefix of what it gets, so that a factor is for one norm or for
+        # all norms below it.
         factors, of_leaf = jax.vmap(call)(norms), {}
         what = "a function that returns one factor, or one for each norm that it gets"
         numbers = self.treedef.unflatten(range(len(self.returned)))
-        for _, factor, part in match_prefix("scale", factors, numbers, what):
-            for number in jtu.tree_leaves(part):
+        for _, factor, subtree in match_prefix("scale", factors, numbers, what):
+            for number in jtu.tree_leaves(subtree):
                 of_leaf.update(dict.fromkeys(self.returned[number], factor))
         return [of_leaf[i] for i in sorted(of_leaf)]
 

@@ -114,11 +114,13 @@ def moments_of(diff: PyTree, moments: PyTree, num: int | Array) -> GradientMomen
     leaves, treedef = jtu.tree_flatten(diff)
     means, variances = safe_zip(*treedef.flatten_up_to(moments))
     dtype = widest(*(x.dtype for x in variances))
+    # All parameters are one vector, whatever their dtypes are.
     total = lambda xs: sum(jnp.sum(x).astype(dtype) for x in xs)
     noise = total(variances)
     signal = total(jnp.abs(x) ** 2 for x in means)
     # The squared mean overestimates by the variance of the mean.
     signal = signal - noise / jnp.asarray(num).astype(dtype)
+    # They are rounded once, here: the noise scale comes from what was in a wider dtype.
     mean, variance = (
         treedef.unflatten(x.astype(d) for x, d in safe_zip(xs, dtypes))
         for xs, dtypes in (
@@ -183,6 +185,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return run_compiled(self, model, *args, **kwargs)
 
     def __check_init__(self) -> None:
+        # Arrays are checked at run time.
         for bound in jtu.tree_leaves(self.clip_norm):
             check_types({"clip_norm": bound}, {"clip_norm": _Bound}, always=True)
             if not eqx.is_array(bound):
@@ -265,6 +268,8 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
     @property
     def overlaps(self) -> bool:
+        # Microbatches that overlap have some examples twice, with a weight of a half in
+        # the sums of gradients; accumulators of all other results leave them out.
         accumulators = self.gradient_accumulator, self.value_accumulator
         is_known = all_count_new((*accumulators, self.aux_accumulator))
         # A running mean forms no sums, so that it has no weights.
@@ -302,12 +307,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         # A leaf in a group without a bound leaves the share of an example unbounded.
         diff, _ = self.parameters((model,), {})
         groups = clipping_groups(self.clip_norm, None, None, False, diff)
-        bounds = [x for x, part in safe_zip(groups.bounds, groups.members) if part]
+        bounds = [x for x, leaves in safe_zip(groups.bounds, groups.members) if leaves]
         if any(bound is None for bound in bounds):
             raise ValueError(
                 "`sensitivity` needs a bound on the whole gradient, but `clip_norm` is "
                 f"{shown(self.clip_norm)}. Pass a number, or one for each part."
             )
+        # One example more changes a mean by its divisor, too.
         if not isinstance(self.gradient_accumulator, Sum):
             raise ValueError(
                 "`sensitivity` is that of a sum, but the accumulator is "
@@ -327,6 +333,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 "is there. Pass `nan_safe=True`, by which such an example counts as "
                 "zero."
             )
+        # Groups share no entries. Of bounds for each example, the largest counts.
         squares = (jnp.max(jnp.asarray(bound)) ** 2 for bound in bounds)
         return jnp.sqrt(sum(squares, jnp.zeros(()))) * (1 if weight is None else weight)
 
@@ -359,11 +366,12 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             what = "The shape of a `clip_norm` with a bound for each example"
             check_equal(what, bound.shape, (rows.total,))
         rows = rows.with_(bounds=[*map(checked_bound, bounds)])
+        # Where microbatches overlap, the weight of a row has its share as a factor.
         gradients = self._gradients_on_mesh(loss, example, rows)
         run = lambda rows: gradients(rows.weighted())
         limit = self.limit(blocks)
-        of_whole, of_each = run_blocks(run, rows, blocks, self.slots, limit)
-        results = {**of_whole, **of_each}
+        out = run_blocks(run, rows, blocks, self.slots, limit)
+        results = {**out.of_whole, **out.of_each}
         # Parameters that devices share have one gradient, summed over these.
         if self.transform is None:
             results["gradient"] = jtu.tree_map(
@@ -395,19 +403,18 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             return self.block_gradients(loss, example)
 
         def run(transform: Any, loss: Loss, rows: Rows) -> Results:
+            # The example is traced here, where axes are automatic.
             return transform.block_gradients(loss, transform._example(loss))(rows)
 
+        # Gradients are sharded as their parameters, and results of examples as these.
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
         gradient = jtu.tree_map(spec_of, loss.diff)
         # Coupled examples have one state.
         is_one = lambda x: self.axis_name is not None and is_state(x)
-        specs = lambda out: (
-            {name: gradient if name == "gradient" else examples for name in out[0]},
-            jtu.tree_map(
-                lambda x: PartitionSpec() if is_one(x) else examples,
-                out[1],
-                is_leaf=is_one,
-            ),
+        of_each = lambda x: PartitionSpec() if is_one(x) else examples
+        specs = lambda out: Results(
+            {n: gradient if n == "gradient" else examples for n in out.of_whole},
+            jtu.tree_map(of_each, out.of_each, is_leaf=is_one),
         )
         return auto_sharded(run, (self, loss), (rows,), specs)
 
@@ -422,6 +429,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if self.axis_name is not None:
             return gradient_of_coupled(loss, is_mean)
         assert example is not None
+        # Functions of the user's need each gradient as a whole.
         functions = {"transform": self.transform, "metrics": self.metrics}
         functions = {name: f for name, f in functions.items() if f is not None}
         groups = None
@@ -441,6 +449,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             if direction is not None:
                 functions["inner_products"] = lambda x: inner_product(direction, x)
             return materialised_gradients(example, groups, functions)
+        # Otherwise, each leaf takes the cheaper of its factors and formed gradients.
         by_sites = functools.partial(
             gradients_by_sites,
             example,
@@ -453,6 +462,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         )
         if groups is not None or direction is not None or self.moments:
             return by_sites()
+        # Without norms, the sum is one backward pass, as in plain JAX.
         keeps_outputs = self._keeps_outputs(example)
         if keeps_outputs and loss.padding is not None and runs_once(example.closed):
             # Outputs of padding would take another run.
@@ -462,6 +472,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         )
         if example.backward.is_linear:
             return by_sum
+        # Running means seed a backward pass with `1 / num`, float16 with powers of two.
         is_scaled = is_mean or example.is_narrow
         is_of_sum = example.backward.has_examples and not is_scaled
         return gradient_of_nonlinear(by_sum, by_sites, is_of_sum=is_of_sum)
@@ -473,6 +484,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 
     def slots(self, output: Results) -> Slots:
         """The accumulators for the results of a microbatch."""
+        # Values are weighted as gradients are, unless the user says otherwise.
         accumulator, of_values = self.gradient_accumulator, self.value_accumulator
         if of_values is None:
             of_values = accumulator if isinstance(accumulator, Sum | Mean) else Mean()
@@ -485,22 +497,26 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             "inner_products": Concat(),
             "moments": Variance(ddof=1),
         }
+        # What has no numbers, such as aux of None, stays as it is.
         of_whole, of_each = (
             {
-                name: accumulators[name] if _has_results(part) else None
-                for name, part in parts.items()
+                name: accumulators[name] if _has_results(result) else None
+                for name, result in results.items()
             }
-            for parts in output
+            for results in output
         )
+        # Other gradients are sums over a microbatch, whatever the accumulator is.
         if of_whole and not (self.batched or is_running(accumulator)):
             of_whole["gradient"] = OfTotals(accumulator)
+        # Moments by sites come as summaries of several arrays, each of them one value.
         if "moments" in of_whole:
             of_leaf = lambda _: accumulators["moments"]
-            moments = output[0]["moments"]
+            moments = output.of_whole["moments"]
             of_whole["moments"] = jtu.tree_map(of_leaf, moments, is_leaf=is_summary)
-        slots = as_slots((of_whole, of_each), output)
+        slots = as_slots(Results(of_whole, of_each), output)
         # Results for each example come last.
-        first, couples = len(array_structs(output[0])), self.axis_name is not None
+        first = len(array_structs(output.of_whole))
+        couples = self.axis_name is not None
         is_row = lambda s: s.indices[0] >= first and not (couples and s.in_state)
         flagged = lambda s: dataclasses.replace(s, per_example=is_row(s))
         return dataclasses.replace(slots, slots=[*map(flagged, slots.slots)])
@@ -511,8 +527,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if self.moments:
             moments = moments_of(diff, results["moments"], self.num_examples(blocks))
         norms = results["norms"] if self.return_norms else None
-        others = (results.get(name) for name in ("metrics", "inner_products"))
-        metrics, inner_products = others
+        metrics, inner_products = map(results.get, ("metrics", "inner_products"))
         statistics = GradientStatistics(norms, metrics, moments, inner_products)
         outputs = self.outputs(results)
         # The settings decide: a function of the user's may return None.
@@ -526,5 +541,5 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
 _Bound = float | Real[Array, ""] | Real[Array, " n"]
 
 
-def _has_results(part: PyTree) -> bool:
-    return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(part))
+def _has_results(result: PyTree) -> bool:
+    return any(is_struct(x) or is_number(x) for x in jtu.tree_leaves(result))

@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
+from jaxtyping import Array, Inexact, Int, PyTree, Real
 
 from .._base.dtypes import (
     common_power_of_two,
@@ -46,7 +46,13 @@ from .._sites.gram import has_norms_of_factors, OfLeaf, squares_of_factors
 from .._sites.program import OF_LOSS
 from .._sites.site import Site
 from .._sites.table import SiteTable
-from .clipping import Clipped, Groups, squares_of_examples, squares_one_by_one
+from .clipping import (
+    Clipped,
+    Groups,
+    PlainSquares,
+    squares_of_examples,
+    squares_one_by_one,
+)
 from .per_example import BlockGradients, Results, total_of, value_and_aux
 
 
@@ -67,6 +73,8 @@ def gradients_by_sites(
     `has_padding`, an example of weight 0 has no influence beyond rounding, even if it
     is NaN.
     """
+    # What depends on types alone is decided here, once for all microbatches. Of the
+    # parameters, only structure and shapes matter for groups.
     program, contractions = plan(example, method)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
 
@@ -76,21 +84,25 @@ def gradients_by_sites(
         leaves: list,
         factors: Factors,
         weights: Array | None,
-    ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    ) -> Results:
         num = factors.num
         gradients = SiteGradients(program.table, contractions, factors, leaves)
         of_whole, of_each = {}, {}
+        # Statistics are those of the gradients as they are.
         if has_moments:
             of_whole["moments"] = example.tree(gradients.moments(weights))
         if direction is not None:
             of_each["inner_products"] = gradients.inner_products(direction)
+        # What clipping multiplies a gradient by is a weight in the sum, so that clipped
+        # gradients are never formed.
         clipped = Clipped([jnp.ones(num)] * len(leaves), None, None)
         if groups is not None:
             clipped = dataclasses.replace(groups, bounds=bounds).clip(
-                *gradients.plain_squares(), gradients.squares
+                gradients.plain_squares(), gradients.squares
             )
             of_each["norms"] = clipped.norms
         scales, powers, is_kept = clipped.scales, [], clipped.is_kept
+        # A weight of 0 does not remove NaN, so that padding is left out before.
         if has_padding and weights is not None:
             # What is finite stays: it is the derivative with respect to the weight.
             finite = [*map(jnp.isfinite, jtu.tree_leaves(clipped.norms))]
@@ -99,10 +111,12 @@ def gradients_by_sites(
             is_kept = is_real if is_kept is None else is_kept & is_real
             scales = [jnp.where(is_real, scale, 0) for scale in scales]
         if example.is_narrow:
-            # If all gradients are long or the bound is small, all scales are small.
+            # If all gradients are long or the bound is small, all scales are small, and
+            # float16 would lose them. Divided by this, the largest is from 1 to 2.
             powers = [power_of_two(jnp.max(scale)) for scale in scales]
             scales = [s / power for s, power in safe_zip(scales, powers)]
 
+        # For each leaf, the sum over examples of `scale * weight * share * gradient`.
         def sums(weights: Array | None, share: float) -> list:
             shares = [scale * share for scale in scales]
             if weights is not None:
@@ -122,18 +136,27 @@ def gradients_by_sites(
             )
         else:
             of_whole["gradient"] = total_of(example, sums, num, weights, is_mean)
-        return of_whole, of_each
+        return Results(of_whole, of_each)
 
     def gradients(rows: Rows) -> Results:
-        factors = program.factors(rows.arrays, example.axes, OF_LOSS)
+        # One forward and one backward pass for everything.
+        factors = program.factors(rows, OF_LOSS)
         outs, factors = factors.outs, dataclasses.replace(factors, outs=[])
-        of_leaves = example.tree([*map(spec_of, example.leaves)])
-        specs = lambda out: (dict.fromkeys(out[0], of_leaves), spec_of(outs[0]))
+
+        # On a mesh with explicit axes, contractions name no sharding of their own: sums
+        # have that of the parameters, and results of examples that of the values.
+        def specs(out: Results) -> Results:
+            of_leaves = example.tree([*map(spec_of, example.leaves)])
+            of_each = dict.fromkeys(out.of_each, spec_of(outs[0]))
+            return Results(dict.fromkeys(out.of_whole, of_leaves), of_each)
+
         bounds = [] if groups is None else groups.of_rows(rows.bounds).bounds
         operands = (bounds, direction, example.leaves, factors, rows.weights)
+        # Contractions have the precision of the program's own products.
         with products_of(example.closed):
-            of_whole, of_each = with_auto_axes(totals, operands, specs)
-        return of_whole, {**value_and_aux(example, outs), **of_each}
+            results = with_auto_axes(totals, operands, specs)
+        outputs = value_and_aux(example, outs)
+        return results._replace(of_each={**outputs, **results.of_each})
 
     return gradients
 
@@ -158,6 +181,7 @@ class SiteGradients:
     @functools.cached_property
     def products(self) -> dict[int, Squares]:
         """The norms that follow from those of factors, by leaf."""
+        # All at once, because programs with many small arrays take long to compile.
         leaves = [
             c.leaf
             for c in self.contractions
@@ -172,21 +196,17 @@ class SiteGradients:
     def _gradients(self, leaf: int) -> Array:
         return gradients(*self._of_leaf(leaf))
 
-    def plain_squares(
-        self,
-    ) -> tuple[list[Real[Array, "n ..."]] | None, list[Bool[Array, ""]]]:
-        """For each leaf, the squared norms, and flags, of which none must be set.
-
-        The norms are None if all follow from those of factors.
-        """
+    def plain_squares(self) -> PlainSquares:
+        """The squared norms; None if all of them follow from those of factors."""
+        # Norms of products are right in any range.
         forms = {c.form for c in self.contractions if c.leaf not in self.products}
         if forms <= {"none"}:
-            return None, []
+            return PlainSquares(None, [])
         with exact_products():  # Bounds rest on these norms.
             norms, flags = norms_unless_cancelled([*self._sums.values()])
         products = {leaf: x.number for leaf, x in self.products.items()}
         squares = self._of_leaves(lambda x, _: squares_of_examples(x), norms, products)
-        return squares, [*flags.values()]
+        return PlainSquares(squares, [*flags.values()])
 
     def squares(self, scales: Sequence[Scale] = ()) -> list[Squares]:
         """For each leaf, the squared norms of the per-example gradients.
@@ -194,16 +214,18 @@ class SiteGradients:
         Gradients that are formed are multiplied by the scales of their leaves first, so
         that their squares are in range.
         """
+        # Where no gradient is formed, its factors are brought into range.
         powers, scaled = [], []
         for uses in self._sums.values():
-            power, of_leaf = _with_squares_in_range(uses)
-            powers.append(power)
-            scaled.append(of_leaf)
+            in_range = _with_squares_in_range(uses)
+            powers.append(in_range.exponent)
+            scaled.append(in_range.uses)
         with exact_products():
             norms = squared_norms(scaled)
 
         scaled_square = squares_one_by_one()
 
+        # Without scales, a leaf is squared as it is, scaled up and scaled down.
         def square(x: Array, leaf: int) -> Squares:
             if scales:
                 return scaled_square(x, scales[leaf])
@@ -222,15 +244,16 @@ class SiteGradients:
         self, square: Callable[[Array, int], Any], sums: list, products: dict[int, Any]
     ) -> list:
         """Squared norms for each leaf, from `square` where gradients are formed."""
-        known = {**products, **dict(safe_zip(self._sums, sums))}
+        squares = {**products, **dict(safe_zip(self._sums, sums))}
         for contraction in self.contractions:
             leaf, struct = contraction.leaf, self.leaves[contraction.leaf]
             if contraction.form == "none":
-                known[leaf] = square(jnp.zeros(self.factors.num, struct.dtype), leaf)
+                squares[leaf] = square(jnp.zeros(self.factors.num, struct.dtype), leaf)
             elif contraction.form != "factors":
+                # Those that are not kept for the sum are formed again there.
                 x = self.formed.get(leaf)
-                known[leaf] = square(self._gradients(leaf) if x is None else x, leaf)
-        return [known[c.leaf] for c in self.contractions]
+                squares[leaf] = square(self._gradients(leaf) if x is None else x, leaf)
+        return [squares[c.leaf] for c in self.contractions]
 
     def moments(self, weights: Array | None) -> list[VarianceState]:
         """For each leaf, the mean and the squared distances to it, entry by entry.
@@ -239,10 +262,12 @@ class SiteGradients:
         Where a sum of them nearly cancels with the mean, and for all other gradients,
         a few gradients are formed at a time.
         """
+        # Weights are the shares of examples in microbatches that overlap.
         num, real = self.factors.num, jnp.result_type(float)
         count = jnp.asarray(num, real) if weights is None else jnp.sum(weights)
         shares = jnp.ones(num, count.dtype) if weights is None else weights
         uses = [self._of_leaf(c.leaf) for c in self.contractions]
+        # Distances are small differences to the mean, which need all of its digits.
         with exact_products():
             sums = self.weighted_sums([shares / count] * len(uses), None)
             means = [*map(widened, sums)]
@@ -254,14 +279,16 @@ class SiteGradients:
 
     def inner_products(self, direction: list) -> Real[Array, " n"]:
         """The inner products of the gradients with a direction, a list of leaves."""
-        parts = [
+        # A leaf that is not used has a gradient of zero, and no factors.
+        products = [
             inner_products(self.table.of(c.leaf), self.factors, x)
             for c, x in safe_zip(self.contractions, direction)
             if c.form != "none"
         ]
-        dtype = widest(*(x.dtype for x in parts)) if parts else jnp.result_type(float)
+        dtypes = [x.dtype for x in products] or [jnp.result_type(float)]
+        dtype = widest(*dtypes)
         zeros = jnp.zeros(self.factors.num, dtype)
-        return sum((x.astype(dtype) for x in parts), zeros)
+        return sum((x.astype(dtype) for x in products), zeros)
 
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None
@@ -271,6 +298,7 @@ class SiteGradients:
         The `weights` are given for each leaf. Examples where `is_kept` is False are
         left out, even if their gradient is not finite.
         """
+        # Factors of zero, because 0 times NaN is NaN.
         factors = self.factors if is_kept is None else self.factors.where(is_kept)
         return [
             self._weighted_sum(c, factors, weight, is_kept)
@@ -304,44 +332,62 @@ class SiteGradients:
             whole = jax.lax.Precision.HIGHEST
             total = jnp.tensordot(weights, formed, 1, precision=whole)
             return total.reshape(struct.shape)
+        # Nothing is formed: sites are transposed at once, with weighted cotangents.
         sites = self.table.of(leaf)
         if self.factors.of(sites[0]).cotangent.array.dtype == jnp.float16:
-            factors, weights = _balanced(sites, factors, weights)
+            factors, weights = _balanced(_WeightedFactors(factors, weights), sites)
         return weighted_sum(sites, factors, struct, weights)
 
 
-def _with_squares_in_range(uses: OfLeaf) -> tuple[Int[Array, " n"], OfLeaf]:
-    """Factors with squares in range, for norms divided by a power of two.
+class _InRange(NamedTuple):
+    """A leaf with factors such that norms are divided by `2**exponent`."""
 
-    Its exponent comes first.
-    """
+    exponent: Int[Array, " n"]
+    uses: OfLeaf
+
+
+def _with_squares_in_range(uses: OfLeaf) -> _InRange:
+    """Factors with squares in range, for norms divided by a power of two."""
+    # For each example, all sites are divided by the same power of two, so that the norm
+    # of their sum is. Sites may share an operand, and are given their own.
     (sites, factors, _), separate = uses, uses.with_own_factors()
     of_sites = map(separate.factors.of, separate.sites)
     operands, cotangents, _ = safe_zip(*of_sites)
     power = _common_power(cotangents)
     cotangents = [_over(d, power) for d in cotangents]
     exponent = exponent_of(power)
+    # A gradient is a product, so that operands are divided by another power.
     if _have_size(sites, factors):
         power = _common_power(operands)
         operands = [_over(a, power) for a in operands]
         exponent += exponent_of(power)
+    # All examples share the weights of a leaf's entries, such as a mask.
     unit = None
     if all(map(has_weights, sites)):
         weights = [weights_of(site, factors.values) for site in sites]
         largest = [jnp.max(jnp.abs(x), initial=0) for x in weights]
         unit = common_power_of_two(largest)
         exponent += exponent_of(unit)
-    others = separate.factors.operands[len(sites) :]
-    scaled = factors.replaced([*operands, *others], cotangents, unit)
-    return exponent, separate._replace(factors=scaled)
+    # What says which group a position meets comes last, and stays.
+    groups = separate.factors.operands[len(sites) :]
+    scaled = factors.replaced([*operands, *groups], cotangents, unit)
+    return _InRange(exponent, separate._replace(factors=scaled))
 
 
-def _balanced(
-    sites: Sequence[Site], factors: Factors, weights: Array
-) -> tuple[Factors, Array]:
+class _WeightedFactors(NamedTuple):
+    """Factors of some examples, and a weight for each of them."""
+
+    factors: Factors
+    weights: Array
+
+
+def _balanced(weighted: _WeightedFactors, sites: Sequence[Site]) -> _WeightedFactors:
     """Equal products, rescaled so that no weighted cotangent is out of range."""
+    factors, weights = weighted
     if not _have_size(sites, factors):
-        return factors, weights
+        return weighted
+    # Clipping divides by about `|d| |a|`. A cotangent `d` times such a weight may leave
+    # the range of float16, but not if `|a|` goes from the operand `a` to the weight.
     numbers = {s.operand for s in sites if s.operand is not None}
     power = _common_power([factors.operands[i] for i in numbers])
     operands = [
@@ -351,7 +397,7 @@ def _balanced(
         for i, a in enumerate(factors.operands)
     ]
     balanced = factors.replaced(operands, factors.cotangents)
-    return balanced, weights * power.astype(weights.dtype)
+    return _WeightedFactors(balanced, weights * power.astype(weights.dtype))
 
 
 def _have_size(sites: Sequence[Site], factors: Factors) -> bool:

@@ -191,6 +191,7 @@ class MicroValueAndGrad(
 
     def outputs(self, results: dict[str, Any]) -> list:
         value, gradient = results["value"], results["gradient"]
+        # The state of coupled examples is returned as aux is, also without `has_aux`.
         has_aux = self.has_aux or results["aux"] is not None
         return [(value, results["aux"]) if has_aux else value, gradient]
 
@@ -236,10 +237,12 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
     has_aux: bool = False
 
     def outputs(self, results: dict[str, Any]) -> list:
+        # As above: the state of coupled examples comes without `has_aux`.
         has_aux = self.has_aux or results["aux"] is not None
         return [results["gradient"], *[results["aux"]] * has_aux]
 
 
+# For type checkers, the second class lacks the settings that change what is returned.
 filter_micro_value_and_grad = also_decorator(
     "filter_micro_value_and_grad", MicroValueAndGrad, AbstractMicroValueAndGrad
 )

@@ -7,6 +7,7 @@ of the microbatch, and those of its examples.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -34,11 +35,14 @@ from .._batch.rows import Rows
 from .._sites.factors import (
     kept_examples,
 )
-from .clipping import Groups, squares_of_examples, squares_one_by_one
+from .clipping import Groups, PlainSquares, squares_of_examples, squares_one_by_one
 
 
-# The results of a microbatch, and those of its examples along axis 0.
-Results = tuple[dict[str, PyTree], dict[str, PyTree]]
+class Results(NamedTuple):
+    """The results of a microbatch by name, and those of its examples along axis 0."""
+
+    of_whole: dict[str, PyTree]
+    of_each: dict[str, PyTree]
 
 
 BlockGradients = Callable[[Rows], Results]
@@ -70,13 +74,14 @@ def gradient_of_microbatch(loss: Loss) -> BlockGradients:
         with explained_failure(call, loss.batch, *setting):
             return call(rows)
 
+    # The loss may couple its examples, so that there is nothing to do for each of them.
     value_and_grad = eqx.filter_value_and_grad(of_rows, has_aux=True)
     if any(is_narrow_dtype(x.dtype) for x in jtu.tree_leaves(loss.parameters)):
         value_and_grad = _unrounded(of_rows)
 
     def gradients(rows: Rows) -> Results:
         (value, aux), gradient = value_and_grad(loss.parameters, rows.arrays)
-        return {"value": value, "aux": aux, "gradient": gradient}, {}
+        return Results({"value": value, "aux": aux, "gradient": gradient}, {})
 
     return gradients
 
@@ -85,6 +90,7 @@ def _unrounded(fun: Callable[[PyTree, list], tuple[Array, PyTree]]) -> Callable:
     """Values and gradients as of Equinox, in float32 for parameters in float8."""
 
     def value_and_grad(diff: PyTree, rows: RowArrays) -> _ValueAndGradient:
+        # A traced function takes such parameters in float32, and casts them inside.
         whole = TracedFunction(fun, diff, rows)
 
         def value(leaves: list[Array]) -> ValueAndAux:
@@ -114,6 +120,8 @@ def total_of(
 
     `sums(weights, share)` are the weighted sums over the examples, times a number.
     """
+    # A share of `1 / num` in each cotangent gives the mean without a sum, but could
+    # underflow in float16.
     if is_mean and not example.is_narrow:
         return example.tree([widened(x) for x in sums(None, 1 / num)])
     leaves = weighted_totals(sums, num, weights, example.is_narrow)
@@ -137,13 +145,17 @@ def gradient_of_sum(
     def gradients(rows: Rows) -> Results:
         if padding is None or rows.weights is None:
             return _of_sum(example, example.many, rows, is_mean)
+        # A weight of 0 does not remove a derivative of NaN: another row takes the place
+        # of each such row. If no row counts, the result is zero.
         counting = padding.replaced(rows)
-        whole, outputs = _of_sum(example, example.many, counting, is_mean)
-        leaves, treedef = jtu.tree_flatten(whole["gradient"])
+        results = _of_sum(example, example.many, counting, is_mean)
+        leaves, treedef = jtu.tree_flatten(results.of_whole["gradient"])
         gradient = treedef.unflatten(unless_padding(leaves, rows.weights))
+        # Users who keep them get the values of their own rows.
+        outputs = results.of_each
         if keeps_outputs:
             outputs = value_and_aux(example, example.many(example.leaves, rows.arrays))
-        return {"gradient": gradient}, outputs
+        return Results({"gradient": gradient}, outputs)
 
     return gradients
 
@@ -172,6 +184,7 @@ def gradient_of_coupled(loss: Loss, is_mean: bool) -> BlockGradients:
     """Like `gradient_of_sum`, for examples that a named axis couples."""
 
     def gradients(rows: Rows) -> Results:
+        # The examples of a microbatch are one function, traced for its size.
         whole = TracedFunction(loss.together, loss.parameters, rows.arrays)
         is_scaled = rows.weights is not None or is_mean or whole.is_narrow
         if is_scaled and not whole.backward.is_linear:
@@ -200,14 +213,16 @@ def _of_sum(
 
     value, pullback, outs = jax.vjp(values, traced.leaves, has_aux=True)
 
+    # Weights of examples are their cotangents: one backward pass is the weighted sum.
     def sums(weights: Array | None, share: float) -> list:
+        # On a mesh, cotangents have the type of values, with its sharding.
         seeds = with_type_of(jax.typeof(value), jnp.full_like(value, share))
         if weights is not None:
             seeds = seeds * weights.astype(seeds.dtype)
         return pullback(seeds)[0]
 
     gradient = total_of(traced, sums, rows.total, rows.weights, is_mean)
-    return {"gradient": gradient}, value_and_aux(traced, outs)
+    return Results({"gradient": gradient}, value_and_aux(traced, outs))
 
 
 def materialised_gradients(
@@ -220,10 +235,12 @@ def materialised_gradients(
     `functions` are applied to each gradient. The result of the one named `"transform"`
     replaces the gradient before clipping.
     """
+    # The caller's dict stays as it is.
     functions = dict(functions)
     transform = functions.pop("transform", None)
 
-    def one(*rows: Array) -> dict[str, PyTree]:
+    # All that is asked of one gradient happens while it is there.
+    def of_example(*rows: Array) -> dict[str, PyTree]:
         def value(leaves: list[Array]) -> ValueAndAux:
             outs = example.one(leaves, rows)
             return outs[0], outs
@@ -241,13 +258,13 @@ def materialised_gradients(
         return {**results, "gradient": gradient, "outs": outs}
 
     def gradients(rows: Rows) -> Results:
-        results = eqx.filter_vmap(one, in_axes=rows.axes)(*rows.arrays)
+        results = eqx.filter_vmap(of_example, in_axes=rows.axes)(*rows.arrays)
         # Clipping comes last: `transform` changes what is clipped.
         outs = results.pop("outs")
         if groups_of is not None:
             groups = groups_of(results["gradient"]).of_rows(rows.bounds)
             results.update(_clipped_gradients(results["gradient"], groups))
-        return {}, {**results, **value_and_aux(example, outs)}
+        return Results({}, {**results, **value_and_aux(example, outs)})
 
     return gradients
 
@@ -257,6 +274,8 @@ def inner_product(direction: list[Array], gradient: PyTree) -> Real[Array, ""]:
 
     A complex leaf counts as its real and its imaginary part.
     """
+    # Products of half precision would leave its range; they are added up in the widest
+    # dtype of any leaf.
     leaves = [*map(widened, jtu.tree_leaves(gradient))]
     dtype = widest(*(x.real.dtype for x in leaves))
     products = (
@@ -270,6 +289,7 @@ def _result_of_user(
     name: str, fun: Callable[[PyTree], PyTree], gradient: PyTree
 ) -> PyTree:
     """The result of a user's function of a gradient, which must have an array."""
+    # What is no array is returned as it is, but a result without any is a mistake.
     out = fun(gradient)
     arrays = eqx.filter(out, eqx.is_array_like)
     what = f"What `{name}` returns"
@@ -279,13 +299,17 @@ def _result_of_user(
 
 def _clipped_gradients(gradients: PyTree, groups: "Groups") -> dict[str, PyTree]:
     """Clipped per-example gradients, and their norms."""
+    # Gradients are there to be squared again, so that no flag but that of the range is
+    # needed: nothing cancels.
     leaves, treedef = jtu.tree_flatten(gradients)
     scaled = lambda scales: [*map(squares_one_by_one(), leaves, scales)]
-    clipped = groups.clip([*map(squares_of_examples, leaves)], [], scaled)
+    plain = PlainSquares([*map(squares_of_examples, leaves)], [])
+    clipped = groups.clip(plain, scaled)
     scaled = [
         scaled_examples(x, scale).astype(x.dtype)
         for x, scale in safe_zip(leaves, clipped.scales)
     ]
+    # A factor of 0 does not remove NaN.
     if clipped.is_kept is not None:
         scaled = [kept_examples(x, clipped.is_kept) for x in scaled]
     gradients = jtu.tree_unflatten(treedef, scaled)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._base.checks import check_at_least
 from .._base.dtypes import is_complex
-from .._base.trees import described, log
+from .._base.trees import described, import_extra, log
 from .._base.types import AnyArray, check_types, checked
 from .._batch.fingerprint import digest
 from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
@@ -200,7 +200,8 @@ def _as_operator(
     kernel: object, x: PyTree, settings: dict[str, Any]
 ) -> "KernelOperator":
     """The operator of a kernel, which may be one already."""
-    # It imports lineax, which is optional, and so it is imported when it is used.
+    # Its class is one of lineax, which is optional.
+    import_extra("lineax", "kernel_solve", "linalg")
     from .operator import KernelOperator
 
     if isinstance(kernel, KernelOperator):

@@ -110,6 +110,8 @@ class AbstractGridVmap(AbstractSharded, Generic[P, Out]):
 def _in_order(accumulator: dict[str, PyTree] | None) -> dict[str, PyTree] | None:
     """An equal dict whose order JAX keeps."""
     is_dict = isinstance(accumulator, dict)
+    # JAX sorts the keys of a plain dict when a transform becomes an argument of a
+    # program, but the order says which axis is reduced first.
     return collections.OrderedDict(accumulator) if is_dict else accumulator
 
 
@@ -203,6 +205,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
     def specs(self, args: tuple, kwargs: dict[str, Any], out: PyTree) -> PyTree:
         places = self._places(args, kwargs)
         sizes = _sizes(self.fun, (args, kwargs), places)
+        # A grid axis is sharded in the results as it is in an argument.
         spread = {
             name: entry
             for leaf, place in safe_zip(jtu.tree_leaves((args, kwargs)), places)
@@ -213,6 +216,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
         def spec(x: Array) -> PartitionSpec:
             entries: list = [None] * x.ndim
             for level in self._levels(sizes):
+                # A reduced axis has no position: its result is the same on all devices.
                 if level.position is not None and level.name in spread:
                     entries[level.position] = spread[level.name]
             return PartitionSpec(*entries)
@@ -223,6 +227,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
         call = (args, kwargs)
         places = self._places(args, kwargs)
         sizes = _sizes(self.fun, call, places)
+        # A name without an array would be left out of the results without a word.
         for axes in jtu.tree_leaves(self.in_axes, is_leaf=_is_grid_axis):
             for name in axes.names:
                 if name not in sizes:
@@ -233,6 +238,7 @@ class GridVmap(AbstractGridVmap[P, Out]):
         levels = self._levels(sizes)
 
         room = self.fitting_size("block_size", math.prod(sizes.values()), args, kwargs)
+        # Loops see only the arrays on the grid; each cell shares all other leaves.
         leaves, treedef = jtu.tree_flatten(call)
         mapped = [x for x, place in safe_zip(leaves, places) if place]
         axes = [place for place in places if place]
@@ -250,6 +256,8 @@ class GridVmap(AbstractGridVmap[P, Out]):
         # the others is computed once for all of them.
         over = of_one
         for i, level in reversed([*enumerate(levels)]):
+            # `room` counts blocks of the loops inside. An empty axis has a block size,
+            # too.
             number = max(min(level.size, room), 1)
             room //= number
             over = self._mapped(over, level, levels[:i], axes, number)
@@ -270,12 +278,15 @@ class GridVmap(AbstractGridVmap[P, Out]):
             out_axes=functools.partial(_out_axis, level, outer),
             accumulator=level.accumulator,
             microbatch_size=size,
+            # What is saved for a single block is needed all at once, recomputed or not.
             checkpoint=self.checkpoint and size < level.size,
         )
+        # Errors name the arguments of the user's call, which these arrays are not.
         return lambda arrays: transform.apply((arrays,), {}, if_whole=None)
 
     def _places(self, args: tuple, kwargs: dict[str, Any]) -> list[dict[str, int]]:
         """For each leaf, which of its axes are grid axes."""
+        # Each name, or None, can stand for all leaves of an argument.
         specs = split_axes(self.fun, self.in_axes, args, kwargs, _UNNAMED)
         prefix = match_prefix(
             "in_axes",
@@ -287,20 +298,23 @@ class GridVmap(AbstractGridVmap[P, Out]):
         )
         names = positional_names(self.fun, len(args))
         places: list[dict[str, int]] = []
-        for path, axes, part in prefix:
+        for path, axes, subtree in prefix:
             is_named = axes is not _UNNAMED
             if axes is not None and is_named and not _is_grid_axis(axes):
                 raise TypeError(
                     "`in_axes` must consist of names of grid axes, `grid(name, axis)` "
                     f"and None; got {described(axes)}."
                 )
-            for sub, leaf in jtu.tree_leaves_with_path(part):
+            # All leaves get a place, so that they can be zipped with those of the call:
+            # an empty one if they are the same on the whole grid.
+            for sub, leaf in jtu.tree_leaves_with_path(subtree):
                 name = leaf_name((*path, *sub), names)
                 if is_ref(leaf) and axes is not None:
                     raise ValueError(no_ref(name))
                 if axes is None or not eqx.is_array(leaf):
                     places.append({})
                     continue
+                # Only now, as a dict need not name arguments without arrays.
                 if not is_named:
                     raise ValueError(
                         f"`in_axes` does not say where {name}, an array, lies on the "
@@ -312,15 +326,18 @@ class GridVmap(AbstractGridVmap[P, Out]):
 
     def _levels(self, sizes: dict[str, int]) -> "list[_Level]":
         """The loops, outermost first."""
+        # To join the rows of an axis is to keep it.
         reduced = {}
         for name, accumulator in (self.accumulator or {}).items():
             _check_name("accumulator", name, sizes)
             if not _keeps_rows(name, accumulator):
                 reduced[name] = accumulator
-        kept = [name for name in sizes if name not in reduced]
-        positions = _positions(self.out_axes, kept, sizes)
-        kept.sort(key=lambda name: (positions[name] < 0, positions[name]))
-        levels = [_Level(x, sizes[x], Concat(), positions[x]) for x in kept]
+        names = [name for name in sizes if name not in reduced]
+        positions = _positions(self.out_axes, names, sizes)
+        # The first axis of the results is the outermost loop, which is cut first.
+        # Negative positions count from the end, so they come after all others.
+        names.sort(key=lambda name: (positions[name] < 0, positions[name]))
+        levels = [_Level(x, sizes[x], Concat(), positions[x]) for x in names]
         # The first name is accumulated first.
         for name, accumulator in reversed(reduced.items()):
             levels.append(_Level(name, sizes[name], accumulator, None))
@@ -349,8 +366,11 @@ def _out_axis(level: _Level, outer: list[_Level], leaf: Any) -> int | None:
     """The position of the axis in the results of a loop; `leaf` lacks it."""
     if not eqx.is_array(leaf):
         return None
+    # Any axis will do: reductions take the results of examples along axis 0 anyway.
     if level.position is None:
         return 0
+    # Positions are those among all axes of the results. Loops further out have yet to
+    # add theirs, so that axes of these before this one do not count here.
     ndim = leaf.ndim + 1 + len(outer)
     positions = [_in_range(x.position, ndim, leaf.shape) for x in (level, *outer)]
     if len({*positions}) < len(positions):
@@ -358,8 +378,8 @@ def _out_axis(level: _Level, outer: list[_Level], leaf: Any) -> int | None:
             f"`out_axes` puts two grid axes, '{level.name}' among them, at one place "
             f"of an output that has {ndim} axes."
         )
-    position, *others = positions
-    return position - sum(other < position for other in others)
+    position, *of_outer = positions
+    return position - sum(other < position for other in of_outer)
 
 
 def _in_range(position: Any, ndim: int, shape: tuple[int, ...]) -> int:
@@ -388,6 +408,7 @@ def _place_of(name: str, axes: GridAxis, leaf: Any) -> dict[str, int]:
                 f"{remedy}"
             )
         place[grid_axis] = axis % leaf.ndim
+    # Two loops cannot take the same axis away.
     if len({*place.values()}) < len(place):
         raise ValueError(
             f"`in_axes` gives one axis of {name} to two grid axes; got {axes}."
@@ -402,6 +423,7 @@ def _axis_within(
     axis = place.get(level.name)
     if axis is None:
         return None
+    # An array without the axis of an outer loop has lost none to it.
     return axis - sum(place.get(other.name, axis) < axis for other in outer)
 
 
@@ -411,6 +433,7 @@ def _sizes(
     """The lengths of the grid axes, in order of their first appearance."""
     names = positional_names(fun, len(call[0]))
     leaves = jtu.tree_leaves_with_path(call)
+    # The length of each grid axis in each array that has it, by words for a message.
     listing: dict[str, dict[str, int]] = {}
     for (path, leaf), place in safe_zip(leaves, places):
         for name, axis in place.items():
@@ -425,6 +448,7 @@ def _sizes(
             'over. Mark an argument that has arrays, as in `in_axes={"x": "i"}`.'
             f"{remedy}"
         )
+    # Zipped axes advance together, so that no length is broadcast, not even 1.
     for name, lengths in listing.items():
         if len({*lengths.values()}) > 1:
             sizes = "; ".join(f"{where} has {size}" for where, size in lengths.items())
@@ -439,15 +463,16 @@ def _sizes(
 def _keeps_rows(name: str, accumulator: PyTree) -> bool:
     """Whether the results keep the axis; raises if only some of them do."""
     leaves = jtu.tree_leaves(accumulator, is_leaf=is_accumulator)
-    kept = [x for x in map(canonicalise, leaves) if isinstance(x, Concat)]
-    if len(kept) not in (0, len(leaves)):
+    concats = [x for x in map(canonicalise, leaves) if isinstance(x, Concat)]
+    # One nesting of loops serves all outputs, and axes that are kept are outermost.
+    if len(concats) not in (0, len(leaves)):
         raise ValueError(
             f"`accumulator` keeps the grid axis '{name}' in some outputs and not in "
             "others. Make one call for each, or keep it and reduce afterwards."
         )
-    for concat in kept:
+    for concat in concats:
         check_no_axis(concat)
-    return bool(kept)
+    return bool(concats)
 
 
 def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
@@ -458,28 +483,33 @@ def _check_name(argument: str, name: Any, sizes: dict[str, int]) -> None:
         )
 
 
-def _positions(out_axes: Any, kept: list[str], sizes: dict[str, int]) -> dict[str, int]:
+def _positions(
+    out_axes: Any, names: list[str], sizes: dict[str, int]
+) -> dict[str, int]:
     """The position of each kept axis in the results."""
+    # These are in the order in which the arguments name them.
     if out_axes is None:
-        return {name: number for number, name in enumerate(kept)}
+        return {name: number for number, name in enumerate(names)}
     if isinstance(out_axes, int):
-        if len(kept) != 1:
+        if len(names) != 1:
             raise ValueError(
                 f"`out_axes` is {out_axes}, a place for one grid axis, but the results "
-                f"have {tuple(kept)}. Pass a tuple of names, or a dict from names to "
+                f"have {tuple(names)}. Pass a tuple of names, or a dict from names to "
                 "places."
             )
-        return {kept[0]: out_axes}
+        return {names[0]: out_axes}
+    # Names alone are those of the leading axes.
     if isinstance(out_axes, str):
         out_axes = (out_axes,)
     is_dict = isinstance(out_axes, dict)
     positions = out_axes if is_dict else {x: i for i, x in enumerate(out_axes)}
+    # Unknown names have a message of their own: a typo is no axis that is reduced.
     for name in positions:
         _check_name("out_axes", name, sizes)
-    if {*positions} != {*kept}:
+    if {*positions} != {*names}:
         raise ValueError(
             "`out_axes` must name each grid axis that the results have, "
-            f"{tuple(kept)}, and no other; got {tuple(positions)}. Grid axes with an "
+            f"{tuple(names)}, and no other; got {tuple(positions)}. Grid axes with an "
             "accumulator other than `Concat` are not in the results."
         )
     return positions

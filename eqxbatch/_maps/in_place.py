@@ -27,6 +27,7 @@ def run_in_place(transform: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     Each example has its row in a `Ref` of its own. So rows of two microbatches are
     read before they are written, and no example sees what another one wrote.
     """
+    # The axes are those of the map itself, one for each leaf of the call.
     default = eqx.if_array(0)
     specs = split_axes(transform.fun, transform.in_axes, args, kwargs, default)
     axes = [
@@ -40,6 +41,7 @@ def run_in_place(transform: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         for i, (x, axis) in enumerate(safe_zip(leaves, axes))
         if is_ref(x) and axis is not None
     ]
+    # What all examples share they can only read, which needs no way back.
     if not places:
         return run_compiled(transform, *args, **kwargs)
     if len({id(leaves[i]) for i in places}) < len(places):
@@ -53,10 +55,12 @@ def run_in_place(transform: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             "`jax.Ref`, all rows of which are written. Pass its value, as in "
             "`ref[...]`, and return the new one."
         )
+    # Microbatches are cut from arrays, which a `Ref` is not.
     refs = [leaves[i] for i in places]
     for i, ref in safe_zip(places, refs):
         leaves[i] = ref[...]
     args, kwargs = jtu.tree_unflatten(treedef, leaves)
+    # What an example leaves in its `Ref` is one more output, at the axis it came from.
     both = dataclasses.replace(
         transform,
         fun=_OnRows(transform.fun, (*places,)),
@@ -64,6 +68,7 @@ def run_in_place(transform: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         accumulator=(transform.accumulator, Concat()),
     )
     out, values = run_compiled(both, *args, **kwargs)
+    # Only now, so that a call that raises has written nothing.
     for ref, value in safe_zip(refs, values):
         ref[...] = value
     return out
@@ -85,6 +90,7 @@ class _OnRows(eqx.Module):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> tuple[PyTree, list]:
         leaves, treedef = jtu.tree_flatten((args, kwargs))
+        # Each example has a new one, under the `vmap` that maps its value.
         refs = [jax.new_ref(leaves[i]) for i in self.places]
         for i, ref in safe_zip(self.places, refs):
             leaves[i] = ref

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,15 +17,14 @@ from .._base.backward import custom_backward
 from .._base.checks import check_at_least, is_none
 from .._base.cpu import in_turn
 from .._base.jaxprs import run_jaxpr
-from .._base.mesh import auto_sharded, examples_spec, explicit_mesh
+from .._base.mesh import auto_sharded, explicit_mesh
 from .._base.refs import without_refs
-from .._base.structs import array_structs, is_struct, with_arrays
+from .._base.structs import array_structs, with_arrays
 from .._base.trees import safe_zip
 from .._base.versions import as_array
-from .._batch.accumulators import Concat, Last, Max, Min
+from .._batch.accumulators import Concat, Last
 from .._batch.batch import Batch, broadcast_axes, spec_of_rows, split_batch
 from .._batch.blocks import Blocks
-from .._batch.log_sum_exp import LogSumExp
 from .._batch.loop import run_blocks
 from .._batch.memory import explained_failure, OTHER_AXIS_NAME
 from .._batch.padding import Padding
@@ -39,7 +38,7 @@ from .._batch.slots import (
     OutputAccumulator,
     Slots,
 )
-from .._batch.sums import AbstractTotal, check_weights, Mean, Sum
+from .._batch.sums import AbstractTotal, check_weights
 from .._batch.transform import AbstractEarlyStop, also_decorator, Out, P, run_compiled
 from .in_place import has_ref, run_in_place
 
@@ -203,6 +202,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         total = batch.total(self.axis_size)
         blocks = self.blocks(batch, args, kwargs, total)
         batch = batch.on_devices_of(blocks)
+        # Weights are cut with the rows, so that a microbatch knows which are padding.
         of_batch = batch.rows(self.axis_size).with_(weights=self._padding(total))
         padding = Padding.of(of_batch)
         mapped = self._run_on_mesh(batch, if_whole)
@@ -213,6 +213,8 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             if padding is None:
                 output, out_axes[:] = mapped(rows.arrays, rows.total)
                 return output
+            # Whether rows can be replaced is read from the program that then runs, so
+            # that `fun` is traced once.
             call = rows.arrays, rows.total
             closed, structs, static = eqx.filter_make_jaxpr(mapped)(*call)
             # A backward pass that is not linear may return something for a row in the
@@ -224,6 +226,7 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             return output
 
         def accumulators(output: PyTree) -> Slots:
+            # `Concat` needs the axis of each output, which only its trace tells.
             slots = as_slots(self.accumulator, output)
             leaves = array_structs(output)
             return dataclasses.replace(
@@ -240,19 +243,24 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         Accumulators leave out results that are not finite. Their derivatives are, too,
         if rows are replaced before `fun` sees them.
         """
+        # Any other accumulator, such as `Concat`, has results for all rows.
         leaves = jtu.tree_leaves(self.accumulator, is_leaf=is_accumulator)
         every = [*map(canonicalise, leaves)]
         totals = [x for x in every if isinstance(x, AbstractTotal)]
+        # So has an output that all examples share: the last. A collective reads all.
         out_axes = jtu.tree_leaves(self.out_axes, is_leaf=is_none)
         is_mapped = self.axis_name is None and None not in out_axes
         if not totals or len(totals) < len(every) or not is_mapped:
             return None
+        # A row that pads one output may count in another.
         weights = totals[0].weights
         check_weights(type(totals[0]).__name__, weights, total)
         return weights if all(x.weights is weights for x in totals) else None
 
     @property
     def overlaps(self) -> bool:
+        # Those that overlap can be smaller, but `num_real_microbatches` counts those of
+        # the given size. Coupled examples would meet others.
         is_whole = self.num_real_microbatches is None
         return is_whole and self.axis_name is None and all_count_new(self.accumulator)
 
@@ -266,16 +274,18 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
         """Maps `fun` over the examples of a microbatch, on any devices."""
         vmap = functools.partial(MicroVmap.vmap, if_whole=if_whole)
         total = batch.total(self.axis_size)
+        # Only explicit axes need to be told how results are sharded.
         if total == 0 or explicit_mesh((self, batch)) is None:
             return functools.partial(vmap, self, batch)
 
-        def specs(out: tuple[PyTree, tuple]) -> tuple[PyTree, PartitionSpec]:
-            arrays, treedef = jtu.tree_flatten(eqx.filter(out[0], eqx.is_array))
+        def specs(out: _Mapped) -> _Mapped:
+            # Examples are along axis 0 of all mapped arrays, wherever they go later.
+            arrays, treedef = jtu.tree_flatten(eqx.filter(out.output, eqx.is_array))
             of_arrays = [
                 PartitionSpec() if axis is None else spec_of_rows(x.shape[1:], batch)
-                for x, axis in safe_zip(arrays, out[1])
+                for x, axis in safe_zip(arrays, out.out_axes)
             ]
-            return jtu.tree_unflatten(treedef, of_arrays), PartitionSpec()
+            return _Mapped(jtu.tree_unflatten(treedef, of_arrays), PartitionSpec())
 
         like = (batch.arrays, total)
         # The state of an accumulator is not part of the program of a microbatch.
@@ -284,30 +294,29 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
 
     def vmap(
         self, batch: Batch, rows: list, size: int, if_whole: str | None
-    ) -> tuple[PyTree, tuple[int | None, ...]]:
-        """Maps `fun` over the examples of a microbatch.
-
-        Returns the output, with the examples along axis 0 of all mapped arrays, and the
-        `out_axes` of all its arrays.
-        """
-        # Filled when `jax.vmap` traces `one`, which can return only arrays.
+    ) -> "_Mapped":
+        """Maps `fun` over the examples of a microbatch."""
+        # Filled when `jax.vmap` traces `of_example`, which can return only arrays.
         traced: dict[str, Any] = {}
         call = functools.partial(batch.call, self.fun)
         if_named = _IF_NAMED
         if self.axis_name is not None:
             if_named = OTHER_AXIS_NAME.format(self.axis_name)
 
-        def one(rows: list) -> tuple[list, list]:
+        def of_example(rows: list) -> _Arrays:
             with explained_failure(call, batch, "example", if_whole, None, if_named):
                 out = call(rows)
+            # The prefix fits what one example returns: `vmap_fn` is given axis 0 for
+            # all mapped arrays, and None for all others.
             axes = broadcast_axes("out_axes", self.out_axes, out)
             leaves, traced["treedef"] = jtu.tree_flatten(out)
             traced["leaves"], traced["axes"] = leaves, axes
             pairs = list(safe_zip(leaves, axes))
             mapped = [_as_array(x, axis) for x, axis in pairs if axis is not None]
             unmapped = [x for x, axis in pairs if axis is None and eqx.is_array(x)]
-            return mapped, unmapped
+            return _Arrays(mapped, unmapped)
 
+        # Only where they are needed: a function of the user's may not take them.
         kwargs = {}
         if self.axis_name is not None:
             kwargs["axis_name"] = self.axis_name
@@ -315,10 +324,11 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             kwargs["axis_size"] = size
         if size == 1 and self.vmap_fn is jax.vmap and self.axis_name is None:
             # XLA's code for a batch of one is slower than its code without a batch.
-            mapped, unmapped = _of_one(one, rows, batch.axes)
+            mapped, unmapped = _of_one(of_example, rows, batch.axes)
         else:
-            vmapped = self.vmap_fn(one, (list(batch.axes),), (0, None), **kwargs)
-            mapped, unmapped = vmapped(rows)
+            axes = (list(batch.axes),), _Arrays(0, None)
+            mapped, unmapped = self.vmap_fn(of_example, *axes, **kwargs)(rows)
+        # What is no array is that of the one example that was traced.
         leaves, axes = [], []
         for leaf, axis in safe_zip(traced["leaves"], traced["axes"]):
             if axis is not None:
@@ -328,35 +338,54 @@ class MicroVmap(AbstractMicroVmap[P, Out]):
             if eqx.is_array(leaf):
                 axes.append(axis)
             leaves.append(leaf)
-        return jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes)
+        return _Mapped(jtu.tree_unflatten(traced["treedef"], leaves), tuple(axes))
+
+
+class _Mapped(NamedTuple):
+    """The output for a microbatch, with the examples along axis 0 of mapped arrays.
+
+    - `out_axes`: where they go in each of its arrays; None if it is not mapped.
+    """
+
+    output: PyTree
+    out_axes: tuple[int | None, ...] | PartitionSpec
+
+
+class _Arrays(NamedTuple):
+    """The arrays of an output that are mapped, and those that all examples share."""
+
+    mapped: Any
+    unmapped: Any
 
 
 def _of_one(
-    one: Callable[[list], tuple[list, list]], rows: list, axes: tuple[int, ...]
-) -> tuple[list, list]:
+    of_example: Callable[[list], _Arrays], rows: list, axes: tuple[int, ...]
+) -> _Arrays:
     """The mapped and unmapped outputs of a single example, without `jax.vmap`.
 
     Raises as `jax.vmap` does if an unmapped output differs between examples.
     """
+    # Traced without a batch axis, once: the program is read, and then run.
     in_axes = [*axes]
     pairs = safe_zip(rows, axes)
     row = [lax.index_in_dim(x, 0, axis, keepdims=False) for x, axis in pairs]
-    closed, structs = jax.make_jaxpr(one, return_shape=True)(row)
+    closed, structs = jax.make_jaxpr(of_example, return_shape=True)(row)
     closed = without_refs(closed)
     treedef = jtu.tree_structure(structs)
 
-    def run(row: list) -> tuple[list, list]:
+    def run(row: list) -> _Arrays:
         outs = run_jaxpr(closed.jaxpr, list(closed.consts), row)
         return jtu.tree_unflatten(treedef, outs)
 
-    if structs[1] and rows:
-        jax.eval_shape(jax.vmap(run, (in_axes,), (0, None)), rows)
+    # Only `jax.vmap` sees that an unmapped output depends on the example, and raises.
+    if structs.unmapped and rows:
+        jax.eval_shape(jax.vmap(run, (in_axes,), _Arrays(0, None)), rows)
     # Without barriers, XLA for CPUs overwrites what `x[0].at[1:].set(x[0, :-1])[None]`
     # has still to read (https://github.com/openxla/xla/issues/49176).
     mapped, unmapped = run(in_turn(row))
     # A constant is a literal of the jaxpr and not an array yet.
     mapped = in_turn([jnp.asarray(x) for x in mapped])
-    return [x[None] for x in mapped], [*map(jnp.asarray, unmapped)]
+    return _Arrays([x[None] for x in mapped], [*map(jnp.asarray, unmapped)])
 
 
 def _as_array(leaf: Any, axis: int) -> Array:
@@ -376,6 +405,7 @@ def _per_example(
     blocks: Blocks,
 ) -> OutputAccumulator:
     """The slot of a per-example output, with its examples at `out_axes`."""
+    # `leaves` have the batch axis, so that an axis of the user's can be any of theirs.
     for i in slot.indices:
         ndim, axis = leaves[i].ndim, axes[i]
         if axis is not None and not -ndim <= axis < ndim:
@@ -388,6 +418,7 @@ def _per_example(
     if any(unmapped):
         # Shared by all examples, so there is nothing to accumulate.
         if not accumulator.leafwise:
+            # Its `aggregate` takes axis 0 of all arrays, which this one does not have.
             raise ValueError(
                 f"The accumulator of output{slot.path} takes a whole part of the "
                 "output, but `out_axes` is None for an array of it. Give it an axis, "
@@ -404,6 +435,7 @@ def _per_example(
             accumulator = of_state(accumulator, leaves[i].dtype)
             return dataclasses.replace(slot, accumulator=accumulator)
         return dataclasses.replace(slot, accumulator=Last())
+    # Microbatches are written along this axis, so that no result is transposed.
     if isinstance(accumulator, Concat):
         check_no_axis(accumulator)
         (axis,) = (axes[i] for i in slot.indices)
@@ -422,157 +454,3 @@ def check_no_axis(concat: Concat) -> None:
 
 
 filter_micro_vmap = also_decorator("filter_micro_vmap", MicroVmap, AbstractMicroVmap)
-
-
-_INSIDE = "Pass this `axis_name` to the `jax.vmap` inside of `fun`."
-
-
-_IF_ONE = "Use `filter_micro_vmap` for a function of one example."
-
-
-# For an array these return an array. Others, such as `Variance`, do not.
-ArrayAccumulator = Concat | Last | LogSumExp | Max | Mean | Min | Sum
-
-
-class AbstractMicrobatch(AbstractEarlyStop, Generic[P, Out]):
-    """`filter_microbatch` with results of the type of the function's."""
-
-    fun: Callable[P, Out]
-    _: dataclasses.KW_ONLY
-    in_axes: PyTree = eqx.if_array(0)
-    accumulator: ArrayAccumulator
-    checkpoint: bool = False
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Out:
-        return run_compiled(self, *args, **kwargs)
-
-
-# Type checkers see no default, and refuse a call without an accumulator.
-_NO_DEFAULT: dict[str, Any] = {"default": None}
-
-
-class Microbatch(AbstractMicrobatch[P, Out]):
-    """Runs a function of a batch one microbatch at a time and accumulates the results.
-
-    The counterpart of [`eqxbatch.filter_micro_vmap`][] for functions that take a whole
-    batch, such as a loss or its gradient (gradient accumulation). Peak temporary memory
-    is that of one microbatch.
-
-    **Arguments:**
-
-    - `fun`: a function of arrays with `n` examples along some axis. It is called with
-        microbatches: contiguous blocks of `microbatch_size` examples; the last one may
-        be shorter. On a mesh, a microbatch has such a block of the rows of each device.
-        Arguments and results may be any PyTrees, including modules.
-    - `in_axes`: the batch axes of the arguments: a prefix of the tuple of positional
-        arguments, with ints, `None` (not batched), or callables from a leaf to these;
-        or a dict from argument names to such prefixes. As for `equinox.filter_vmap`,
-        the default is axis 0 of all arrays. It also applies to positional and keyword
-        arguments that a dict does not name.
-    - `microbatch_size`: the number of examples in a microbatch, at least 1. It need not
-        divide `n`. An [`eqxbatch.MemoryBudget`][] chooses the largest size that fits;
-        `None` means a single microbatch.
-    - `accumulator`: required; how the results of the microbatches are combined: an
-        [`eqxbatch.AbstractAccumulator`][], or a PyTree prefix of the output with
-        accumulators as leaves. Use [`eqxbatch.Sum`][] for sums over examples,
-        [`eqxbatch.Mean`][] for means over examples, such as the gradient of a mean
-        loss, and [`eqxbatch.Concat`][] for results with one row for each example.
-        `optax.microbatching.AccumulationType`s and `Accumulator`s are accepted, too. An
-        `equinox.nn.State` needs none of its own: its floats are averaged over the
-        examples, and of other arrays, such as counters, the last one is returned.
-    - `num_real_microbatches`: if given, only this many microbatches run: an int or an
-        integer array, which may be traced. Reverse mode works in both cases.
-    - `checkpoint`: whether reverse-mode differentiation saves only the inputs and
-        recomputes each microbatch in the backward pass.
-
-    **Returns:**
-
-    A function with the arguments of `fun` that returns the accumulated results. Outputs
-    that are not arrays must be the same for all microbatches. If `n` is 0, `fun` is
-    traced but not run.
-
-    The function is compiled on the first call; repeated calls with the same function
-    and shapes are not retraced. As with `equinox.filter_jit`, `fun` must be pure.
-    Arrays in a module or in an `equinox.Partial` are arguments of the compiled program;
-    arrays that a Python function closes over are constants.
-
-    **Raises:**
-
-    - `ValueError` for a size below 1, unequal batch sizes, an axis out of range, no
-        batched argument, an accumulator that does not fit the output, non-array outputs
-        that differ between microbatches, and a `num_real_microbatches` that is negative
-        or larger than the number of microbatches.
-    - `TypeError` without an `accumulator`, for a size that is not an int, and for a
-        mean of integers.
-    - `RuntimeError` at run time, if `num_real_microbatches` is a JAX array that is out
-        of this range.
-
-    !!! example
-
-        The exact gradient of a mean, although 32 does not divide 100:
-
-        ```python
-        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
-        >>> @eqxbatch.filter_microbatch(
-        ...     in_axes=(None, 0), microbatch_size=32, accumulator=eqxbatch.Mean()
-        ... )
-        ... @eqx.filter_grad
-        ... def grad_of_loss(model, x):
-        ...     return jnp.mean(jax.vmap(model)(x) ** 2)
-        >>> model = eqx.nn.MLP(2, 1, 8, 2, key=jax.random.key(0))
-        >>> grads = grad_of_loss(model, jnp.ones((100, 2)))
-        >>> grads.layers[0].weight.shape
-        (8, 2)
-
-        ```
-    """
-
-    _: dataclasses.KW_ONLY
-    accumulator: PyTree = eqx.field(**_NO_DEFAULT)
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        return run_compiled(self, *args, **kwargs)
-
-    def __check_init__(self) -> None:
-        if self.accumulator is None:
-            raise TypeError(
-                "`filter_microbatch` needs an `accumulator`, because it cannot tell "
-                "what the result of a microbatch is: `Sum()` if it is a sum over the "
-                "examples, `Mean()` if it is a mean over them, such as the gradient of "
-                "a mean loss, and `Concat()` if it has a row for each. The wrong one "
-                "of them makes the result depend on the microbatch size."
-            )
-
-    def apply(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        batch = split_batch(self.fun, self.in_axes, args, kwargs)
-        blocks = self.blocks(batch, args, kwargs, batch.total())
-
-        def call(fun: Callable, batch: Batch, rows: list) -> PyTree:
-            call = functools.partial(batch.call, fun)
-            with explained_failure(call, batch, "microbatch", _IF_ONE, rows, _INSIDE):
-                return call(rows)
-
-        specs = lambda out: self._specs(out, batch)
-        call_on_mesh = auto_sharded(call, (self.fun, batch), (batch.arrays,), specs)
-
-        run = lambda rows: call_on_mesh(rows.arrays)
-        accumulators = functools.partial(as_slots, self.accumulator)
-        limits = self.limit(blocks), self.checkpoint
-        return run_blocks(run, batch.rows(), blocks, accumulators, *limits)
-
-    def _specs(self, out: PyTree, batch: Batch) -> PyTree:
-        """The sharding of the results: that of the batch, if they have its rows."""
-        structs = eqx.filter_eval_shape(lambda: out)
-        arrays, treedef = jtu.tree_flatten(eqx.filter(structs, is_struct))
-        rows = examples_spec(batch.arrays, batch.axes)
-        specs = [PartitionSpec() for _ in arrays]
-        slots = as_slots(self.accumulator, structs).with_states(structs)
-        for slot in slots.slots:
-            if slot.concat is not None:
-                (i,) = slot.indices
-                axis = slot.concat.axis_of(arrays[i])
-                specs[i] = PartitionSpec(*[None] * axis, *rows)
-        return jtu.tree_unflatten(treedef, specs)
-
-
-filter_microbatch = also_decorator("filter_microbatch", Microbatch, AbstractMicrobatch)

@@ -17,7 +17,7 @@ from .._batch.zarr_store import Store
 from .._kernels.batch_kernel import AbstractStored
 from .._kernels.grid import sizes_of
 from .._kernels.sides import each_key, Examples, Keys
-from .._maps.micro_vmap import filter_microbatch
+from .._maps.microbatch import filter_microbatch
 from .estimator import (
     AbstractEstimator,
     checked_constructor,

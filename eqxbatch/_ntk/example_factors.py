@@ -148,7 +148,8 @@ class ExampleFactors:
                 output.directions_of(x, num_outputs, side)
                 for output, x in safe_zip(outputs, seeds)
             ]
-            outs, operands, pulled = program.of_example(rows, directions, leaves)
+            example = Rows(rows, (), 1)
+            outs, operands, pulled = program.of_example(example, directions, leaves)
             cotangents = [x.cotangents for x in pulled]
             values = program.values(leaves)
             if in_metric is None:

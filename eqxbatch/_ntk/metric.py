@@ -25,10 +25,10 @@ from .._base.platforms import exact_products
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import as_jax, check_fields
 from .._batch.parameters import UNRAVEL
-from .._curvature.damped_product import DampedProduct
 from .._curvature.kronecker_factors import KroneckerFactors
 from .._curvature.kronecker_sums import flat_use, product_in_basis, rotated, VECTOR
 from .._curvature.pytree import joined, Unravel
+from .._curvature.spectrum import DampedProduct
 from .._sites.factors import Factors
 from .._sites.formed import gradients
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct

@@ -35,7 +35,7 @@ from jaxtyping import Array, Inexact, Integer, PyTree, Real
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import vary_as, zeros_like
 from .._base.trees import safe_zip
-from .._curvature.damped_product import DampedProduct
+from .._curvature.spectrum import DampedProduct
 from .._sites.axes import Axes, Axis, EXAMPLE
 from .._sites.cancel import is_any
 from .._sites.factors import Factor

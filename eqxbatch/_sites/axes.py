@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 
+# Axes sort by role, then by name: those of a leaf in the order of its shape.
 class Role(enum.IntEnum):
     """What an axis runs along.
 
@@ -80,6 +81,8 @@ Axes = tuple[Axis, ...]
 Shape = tuple[int, ...]
 
 
+# The examples of each side. Where each example only meets itself, as in its norm, both
+# sides have the first of the two axes.
 EXAMPLE = Axis(Role.EXAMPLE, side=0)
 OTHER_EXAMPLE = Axis(Role.EXAMPLE, side=1)
 
@@ -100,4 +103,6 @@ class Named(NamedTuple):
 
 def axes_in(terms: Iterable[Named]) -> dict[Axis, None]:
     """The axes that some terms have, in their order."""
+    # Names are strings, so a set would have another order in each process, and programs
+    # would differ.
     return dict.fromkeys(axis for _, axes in terms for axis in axes)

@@ -56,21 +56,24 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     norms, separate = norms_unless_cancelled(leaves)
     if not separate:
         return norms
-    parts = [leaves[i] for i in separate]
+    summed = [leaves[i] for i in separate]
 
     def norms_of(formed: list[Array]) -> list[Array]:
         results = []
-        for (_, factors, _), x in safe_zip(parts, formed):
+        for (_, factors, _), x in safe_zip(summed, formed):
             unit = factors.unit
+            # Weights in norms from factors are divided by the unit; in these gradients,
+            # not.
             x = x if unit is None else x / unit.astype(x.real.dtype)
             results.append(squared_norm(x)[0])
         return results
 
+    # One branch forms the gradients of all leaves that may cancel.
     totals = [norms[i] for i in separate]
-    formed = lambda: _for_each_formed(parts, totals[0].shape[0], norms_of)
+    formed = lambda: _for_each_formed(summed, totals[0].shape[0], norms_of)
     flags = jnp.stack([*separate.values()])
-    chosen = unless_cancelled(flags, _arrays_of(parts), totals, formed)
-    for i, norm in safe_zip(separate, chosen):
+    corrected = unless_cancelled(flags, _arrays_of(summed), totals, formed)
+    for i, norm in safe_zip(separate, corrected):
         norms[i] = norm
     return norms
 
@@ -90,6 +93,7 @@ def norms_unless_cancelled(leaves: Sequence[OfLeaf]) -> Norms:
     """Norms from the factors of sites, which are exact unless terms cancel."""
     norms, separate = [], {}
     for i, uses in enumerate(leaves):
+        # Equal tokens are summed before they are squared, so nothing cancels later.
         if selects_rows(uses.sites):
             (site,) = uses.sites
             _, rows = rows_of_tokens(site, uses.factors)
@@ -112,14 +116,16 @@ def cancels(
     attention keys.
     """
     inners = [PlainProduct()] * len(leaves) if inners is None else inners
-    chosen = [i for i, uses in enumerate(leaves) if is_sum(uses.sites)]
-    if not chosen:
+    # A gradient that is one product has the digits of its factors.
+    numbers = [i for i, uses in enumerate(leaves) if is_sum(uses.sites)]
+    if not numbers:
         return None
-    summed = _divided_into_range([leaves[i] for i in chosen])
-    of_leaf = (inners[i].squares(uses) for i, uses in safe_zip(chosen, summed))
+    summed = _divided_into_range([leaves[i] for i in numbers])
+    of_leaf = (inners[i].squares(uses) for i, uses in safe_zip(numbers, summed))
     pairs = safe_zip(*of_leaf)
     total, apart = (functools.reduce(jnp.add, x) for x in pairs)
     flags = apart > MOST_CANCELLED * total
+    # An example is formed with all its outputs, so one that cancels is enough.
     cancelled = jnp.any(flags, axis=tuple(range(1, flags.ndim)))
     if any(factors.has_examples(sites) for sites, factors, _ in summed):
         return Factor(cancelled)
@@ -168,16 +174,19 @@ def grams(
     - `examples`: the axes of the examples of both sides, which may be the same.
     - `out`: the axes of the result, which have these `sizes`.
     """
+    # From factors first. These products are right unless terms cancel.
     kernels, summed = [], []
     inners = [PlainProduct()] * len(leaves) if inners is None else inners
     shape = [sizes[axis] for axis in out]
     for i, (uses, other) in enumerate(leaves):
         kernels.append(inners[i].gram(uses, other, examples[-1], out))
         if is_sum(uses.sites) or is_sum(other.sites):
+            # The branch returns full arrays, also along axes that no factor has.
             kernels[-1] = jnp.broadcast_to(kernels[-1], shape)
             summed.append(i)
     if not summed:
         return kernels
+    # If they do, both sides are formed, a few examples at a time, and multiplied.
     sides = [*safe_zip(*(leaves[i] for i in summed))]
     nums = [sizes[axis] for axis in examples]
     places = [out.index(axis) for axis in examples]
@@ -185,19 +194,23 @@ def grams(
     def products(first: list[Array], second: list[Array]) -> list[Array]:
         result = []
         for i, uses, other, x, y in safe_zip(summed, *sides, first, second):
+            # In a metric, coordinates are what has the plain product.
             x, y = (inners[i].coordinates(Factor(z)) for z in (x, y))
             formed = uses.perturbed_itself(x), other.perturbed_itself(y)
-            one = gram(*formed, examples[-1], out)
+            product = gram(*formed, examples[-1], out)
+            # Of one example on each side; a loop puts the axes of examples in front.
             full = [1 if axis in examples else sizes[axis] for axis in out]
-            result.append(jnp.squeeze(jnp.broadcast_to(one, full), places))
+            result.append(jnp.squeeze(jnp.broadcast_to(product, full), places))
         return result
 
     def formed() -> list[Array]:
         num = len(summed)
         if len(examples) == 1:
+            # Each example meets itself only, so one loop forms both sides.
             pair = lambda formed: products(formed[:num], formed[num:])
             stacked = _for_each_formed([*sides[0], *sides[1]], nums[0], pair)
         else:
+            # For each example of the first side, all of the second are formed again.
             row = lambda first: _for_each_formed(
                 sides[1], nums[1], lambda second: products(first, second)
             )
@@ -205,10 +218,11 @@ def grams(
         return [jnp.moveaxis(x, [*range(len(places))], places) for x in stacked]
 
     both = [*sides[0], *sides[1]]
+    # One example that cancels decides for the whole block.
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
     totals = [kernels[i] for i in summed]
-    chosen = unless_cancelled(flags, _arrays_of(both), totals, formed)
-    for i, x in safe_zip(summed, chosen):
+    corrected = unless_cancelled(flags, _arrays_of(both), totals, formed)
+    for i, x in safe_zip(summed, corrected):
         kernels[i] = x
     return kernels
 
@@ -231,6 +245,7 @@ def unless_cancelled(
 
     def other() -> list[Array]:
         return [
+            # Branches must have equal types, on a mesh also in what they vary over.
             vary(x.astype(y.dtype), varying(jax.typeof(y)))
             for x, y in safe_zip(formed(), totals)
         ]
@@ -282,7 +297,7 @@ class Forming(NamedTuple):
 
 def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
     """How to form the gradients of `num` examples, a few at a time."""
-    parts = [x.with_own_factors() for x in leaves]
+    separate = [x.with_own_factors() for x in leaves]
 
     def gradient(of_leaf: OfLeaf, arrays: list[Array]) -> Array:
         sites, factors, leaf = of_leaf
@@ -300,12 +315,13 @@ def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
         formed = gradients(sites, of_example, leaf)
         return formed if of_example.has_examples(sites) else formed[None]
 
-    arrays = [[x.array for x in y.factors.present if x.has_examples] for y in parts]
-    form = lambda arrays: [*map(gradient, parts, arrays)]
+    # A loop cuts what has examples. What they share is the same in each step.
+    arrays = [[x.array for x in y.factors.present if x.has_examples] for y in separate]
+    form = lambda arrays: [*map(gradient, separate, arrays)]
     if any(map(is_on_mesh, jax.tree.leaves(arrays))):
         # A loop would gather examples on all devices.
         return Forming(form, arrays, num)
-    formed = sum(map(_bytes_of_gradient, parts))
+    formed = sum(map(_bytes_of_gradient, separate))
     size = platform().block_bytes // max(4 * formed, 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
@@ -333,6 +349,7 @@ def has_products_of_squares(sites: Sequence[Site]) -> bool:
     (site,) = sites
     size = lambda axes: math.prod(site.sizes[name] for name in axes)
     entries = math.prod(site.view.type_of_leaf.shape)
+    # Squares of factors save nothing if the gradient has no more entries.
     is_smaller = size(site.a_axes) + size(site.d_axes) < entries
     return is_smaller and has_named_axes(site) and not site.takes_real_part
 
@@ -346,26 +363,30 @@ def squared_distances(
     mean has more than one in `MOST_CANCELLED` distances: other gradients are formed.
     """
     num = weights.shape[0]
+    # Rows of tables, then sums of squares where these are products, or else formed
+    # gradients. A leaf without sites has zeros.
     results = [jnp.zeros(x.shape, x.real.dtype) for x in means]
-    chosen, others = [], []
+    squared, apart = [], []
     for i, x in enumerate(leaves):
         if selects_rows(x.sites):
             results[i] = _distances_of_rows(x, means[i], weights)
         elif x.sites:
             is_product = num >= _FEWEST and has_products_of_squares(x.sites)
-            (chosen if is_product else others).append(i)
+            (squared if is_product else apart).append(i)
 
     def formed(which: Sequence[int]) -> list[Array]:
         return _formed_distances(
             [leaves[i] for i in which], [means[i] for i in which], weights
         )
 
-    for i, x in safe_zip(others, formed(others)):
+    for i, x in safe_zip(apart, formed(apart)):
         results[i] = x
-    if not chosen:
+    if not squared:
         return results
+    # A sum of squares minus that of the mean loses digits where both are close: one
+    # entry, or a square out of range, is enough to form the gradients.
     distances, flags = [], []
-    for i in chosen:
+    for i in squared:
         square, is_in_range = squared_sum(leaves[i], weights)
         mean = means[i]
         distance = square - jnp.sum(weights) * (mean * jnp.conj(mean)).real
@@ -374,9 +395,9 @@ def squared_distances(
         distances.append(distance)
     arrays = [*means, weights]
     totals = unless_cancelled(
-        jnp.stack(flags), arrays, distances, lambda: formed(chosen)
+        jnp.stack(flags), arrays, distances, lambda: formed(squared)
     )
-    for i, x in safe_zip(chosen, totals):
+    for i, x in safe_zip(squared, totals):
         results[i] = x
     return results
 
@@ -395,6 +416,8 @@ def squared_sum(uses: OfLeaf, weights: Real[Array, " n"]) -> SquaredSum:
     product is not.
     """
     (site,), factors, leaf = uses
+    # Each factor of an example is divided by a power of two, which is exact, and times
+    # `2**spare`, so that small entries keep digits when they are squared.
     terms = factors.gradient_terms(site)
     spare = _SPARE // len(terms)
     exponents, squares = jnp.zeros(weights.shape, "int32"), []
@@ -411,12 +434,15 @@ def squared_sum(uses: OfLeaf, weights: Real[Array, " n"]) -> SquaredSum:
         inverse = 2.0**spare / power
         x = scaled_examples(x, inverse) if EXAMPLE in axes else x * inverse[0]
         squares.append(Named((x * jnp.conj(x)).real, axes))
+    # Examples are weighted relative to the largest one. Zeros have no exponent: they
+    # are below all others, and their share is 0.
     top = jnp.max(jnp.where(is_zero, -(2**20), exponents))
     shares = times_two_to(weights, 2 * jnp.where(is_zero, -(2**10), exponents - top))
     squares.append(Named(shares.astype(squares[0].array.dtype), (EXAMPLE,)))
     # An axis of size 1 may be missing from all terms; the reshape restores it.
     of_leaf = tuple(sorted(x for x in axes_in(terms) if x.role is Role.LEAF))
     total = contract(squares, of_leaf).reshape(leaf.shape)
+    # All powers of two are taken back at the end.
     total = total * (2.0 ** (-2 * spare * len(terms)) * abs(scale_of(site)) ** 2)
     exponent = jnp.broadcast_to(2 * top, total.shape)
     return SquaredSum(times_two_to(total, exponent), top <= _SPARE // 2)
@@ -432,10 +458,13 @@ def _distances_of_rows(
     (site,), factors, _ = uses
     tokens, rows = rows_of_tokens(site, factors)
     axis = axes_of(site, 0)[str(site.rule.token)].number
+    # The mean as [rows of the table, entries of a row].
     moved = jnp.moveaxis(mean, axis, 0)
     mean = moved.reshape(moved.shape[0], -1)
     square = lambda x: (x * jnp.conj(x)).real
     shares = jnp.broadcast_to(weights[:, None], tokens.shape).astype(mean.real.dtype)
+    # The weight of the examples that do not select a row. A place without a token has
+    # the number of rows for one, which is dropped.
     apart = jnp.full(len(mean), jnp.sum(weights), shares.dtype)
     apart = apart.at[tokens].add(-shares, mode="drop")
     total = apart[:, None] * square(mean)
@@ -463,6 +492,7 @@ def _formed_distances(
         return results, None
 
     zeros = [jnp.zeros(x.shape, x.real.dtype) for x in means]
+    # What a loop carries must vary over a mesh as what is added to it.
     zeros = vary_as([weights, *means, *jax.tree.leaves(arrays)], zeros)
     cut = lambda x: x.reshape(num // size, size, *x.shape[1:])
     if size == num:

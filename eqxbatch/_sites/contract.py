@@ -27,12 +27,12 @@ def contract(terms: Sequence[Named], out: Axes) -> Array:
     # products.
     items = [*enumerate(terms)]
     for step in path.steps:
-        chosen = sorted((items[i] for i in step), key=lambda item: item[0])
+        pair = sorted((items[i] for i in step), key=lambda item: item[0])
         items = [item for i, item in enumerate(items) if i not in step]
         needed = {*out, *axes_in(term for _, term in items)}
         wanted = None if items else out
-        product = _product_of_terms([term for _, term in chosen], needed, wanted)
-        items.append((chosen[0][0], product))
+        product = _product_of_terms([term for _, term in pair], needed, wanted)
+        items.append((pair[0][0], product))
     ((_, product),) = items
     return product.array
 
@@ -44,21 +44,23 @@ def _product_of_terms(
 
     Its axes are in the order of `wanted`, or in any order.
     """
-    (x, axes), *rest = terms
-    others: Axes = rest[0][1] if rest else ()
-    if rest and needed.issuperset({*axes, *others}):
+    (x, of_x), *second = terms
+    of_y: Axes = second[0].axes if second else ()
+    if second and needed.issuperset({*of_x, *of_y}):
         # Nothing is summed over. The axes of the larger term are kept.
-        (y, _) = rest[0]
+        y = second[0].array
         if wanted is None:
-            first, second = (axes, others) if x.size >= y.size else (others, axes)
-            wanted = (*first, *(axis for axis in second if axis not in first))
-        product = aligned(x, axes, wanted) * aligned(y, others, wanted)
+            large, small = (of_x, of_y) if x.size >= y.size else (of_y, of_x)
+            wanted = (*large, *(axis for axis in small if axis not in large))
+        product = aligned(x, of_x, wanted) * aligned(y, of_y, wanted)
         return Named(product, wanted)
     if wanted is None:
+        # The order in which a matrix product returns its axes, so that nothing is
+        # transposed: those of both terms, then those of each.
         wanted = (
-            *(axis for axis in axes if axis in others and axis in needed),
-            *(axis for axis in axes if axis not in others and axis in needed),
-            *(axis for axis in others if axis not in axes and axis in needed),
+            *(axis for axis in of_x if axis in of_y and axis in needed),
+            *(axis for axis in of_x if axis not in of_y and axis in needed),
+            *(axis for axis in of_y if axis not in of_x and axis in needed),
         )
     sizes = _sizes_of_axes((axes, x.shape) for x, axes in terms)
     terms, out = _fused(terms, wanted)
@@ -78,6 +80,7 @@ def _expression(terms: Sequence[Axes], out: Axes) -> str:
     symbols: dict[Axis, str] = {}
     parts = [
         "".join(
+            # There may be more axes than letters.
             symbols.setdefault(axis, opt_einsum.get_symbol(len(symbols)))
             for axis in term
         )
@@ -122,10 +125,12 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
     A matrix product runs faster than the same product over many axes.
     """
     sizes = _sizes_of_axes((axes, x.shape) for x, axes in terms)
+    # Axes of size 1 stand between no neighbours.
     lists = [
         [axis for axis in axes if sizes[axis] != 1]
         for axes in (*(axes for _, axes in terms), out)
     ]
+    # Each axis takes in the one behind it for as long as it can.
     for axis in sizes:
         while True:
             # Wherever one of the two appears, they must be adjacent.
@@ -139,6 +144,7 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
                 break
             if any(axis not in names for names in lists if other in names):
                 break
+            # An axis that a term has twice is its diagonal.
             if any(names.count(x) > 1 for names in lists for x in (axis, other)):
                 break
             for names in lists:
@@ -158,10 +164,10 @@ def _without_lone_axes(terms: Sequence[Named], out: Axes) -> list[Named]:
     summed = []
     for x, axes in terms:
         alone = [i for i, n in enumerate(axes) if counts[n] == 1 and n not in out]
-        kept = tuple(axis for i, axis in enumerate(axes) if i not in alone)
+        left = tuple(axis for i, axis in enumerate(axes) if i not in alone)
         # A sum over no axes is an equation, too, and widens integers.
         is_sum = alone or not is_inexact(x)
-        summed.append(Named(jnp.sum(x, axis=tuple(alone)) if is_sum else x, kept))
+        summed.append(Named(jnp.sum(x, axis=tuple(alone)) if is_sum else x, left))
     return summed
 
 

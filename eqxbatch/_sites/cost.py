@@ -136,11 +136,13 @@ def _cost_of(eqn: Eqn) -> Cost:
         elif name == "dot_general":
             products = math.prod(lhs[axis] for axis in numbers[0][0])
         else:
+            # An output of a convolution sums over a kernel's inputs and positions.
             products = math.prod(rhs) / max(rhs[numbers.rhs_spec[0]], 1)
         return Cost(2.0 * products * sizes[0], written)
     inner = [total_cost(map(_cost_of, sub.eqns)) for sub in inner_jaxprs(eqn)]
     if not inner:
         return Cost(0.0, written)
+    # Of a conditional, the slowest branch; of a loop, all steps.
     if name == "cond":
         return max(inner, key=lambda cost: cost.time)
     return total_cost(inner) * eqn.params.get("length", 1)
@@ -196,10 +198,10 @@ def plan(traced: TracedFunction, method: Method) -> Planned:
     return Planned(program, contractions)
 
 
-def _say(chosen: str, method: Method, contractions: list[Contraction]) -> None:
+def _say(taken: str, method: Method, contractions: list[Contraction]) -> None:
     forms = collections.Counter(contraction.form for contraction in contractions)
     counts = ", ".join(f"{form}: {num}" for form, num in sorted(forms.items()))
-    log.debug("Clipping: method=%r is %r (%s).", method, chosen, counts)
+    log.debug("Clipping: method=%r is %r (%s).", method, taken, counts)
 
 
 def choose(program: Program) -> list[Contraction]:
@@ -271,9 +273,9 @@ def prefers_sites(table: SiteTable, contractions: list[Contraction]) -> bool:
     """Whether the contractions are cheaper than forming all gradients by `vmap`."""
     by_sites = total_cost(contraction.cost for contraction in contractions)
     formed = num_bytes(table.leaves)
-    kept = num_bytes([table.leaves[x.leaf] for x in contractions if x.keeps])
+    gradients = num_bytes([table.leaves[x.leaf] for x in contractions if x.keeps])
     factors = num_bytes([*table.operands, *table.perturbations])
-    is_small = kept + factors <= formed / 2
+    is_small = gradients + factors <= formed / 2
     most = SMALL_SITES_AT_MOST if is_small else SITES_AT_MOST
     return by_sites.time <= most * vmapped_cost(table).time
 

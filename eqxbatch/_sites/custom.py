@@ -35,6 +35,7 @@ def linearized(
     `moved`. It returns the tangents of the outputs in `outs`.
     """
     name = name_of(eqn)
+    # Such a rule may compute something else for other inputs than it does here.
     if parameters(eqn).get("symbolic_zeros") is not False:
         return f"the rule of a `{name}` asks which inputs are differentiated"
     if any(is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars)):
@@ -48,6 +49,8 @@ def linearized(
         return jax.jvp(along.function(ins), along.point(ins), tangents)[1]
 
     avals, tangents, cotangents = along.avals, along.tangents, along.cotangents
+    # JAX transposes a forward rule for gradients, so it is linear in tangents. Nothing
+    # makes sure that a backward pass is linear in cotangents, so this is looked up.
     if name.startswith("custom_jvp"):
         closed = jax.make_jaxpr(push)(avals, tangents)
     else:
@@ -62,6 +65,7 @@ def linearized(
             return jax.linear_transpose(run, *cotangents)(tangents)
 
         closed = jax.make_jaxpr(transpose)(avals, tangents)
+    # Programs with effects are not taken apart: these belong to the whole.
     if closed.jaxpr.effects:
         return f"the derivative of a `{name}` has side effects"
     return closed
@@ -84,6 +88,7 @@ def _to_transpose(_: int, eqn: Eqn) -> Callable[[list], list] | None:
         return lambda ins: ins
     if name_of(eqn) != "mul":
         return None
+    # An outer product has two factors that extend along different axes.
     shapes = [atom.aval.shape for atom in eqn.invars]
     axes = [[i for i, size in enumerate(shape) if size != 1] for shape in shapes]
     if not all(axes) or {*axes[0]} & {*axes[1]} or len(shapes[0]) != len(shapes[1]):
@@ -91,6 +96,7 @@ def _to_transpose(_: int, eqn: Eqn) -> Callable[[list], list] | None:
     out = eqn.outvars[0].aval.shape
 
     def multiply(ins: Values) -> Values:
+        # Without the axes of size 1, a product of two arrays is left.
         x, y = (
             jnp.reshape(x, [out[i] for i in names]) for x, names in safe_zip(ins, axes)
         )

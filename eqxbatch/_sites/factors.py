@@ -132,6 +132,7 @@ class Factors:
     jacobians: dict[int, Factor] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # Traced programs return bare arrays, with examples along axis 0.
         is_made = lambda x: x is None or isinstance(x, Factor)
         as_factor = lambda x: x if is_made(x) else Factor(x)
         self.operands = [*map(as_factor, self.operands)]
@@ -147,7 +148,8 @@ class Factors:
         along = f" along {', '.join(map(repr, self.outputs))}" if self.outputs else ""
         formed = [count("Jacobian", self.jacobians)] if self.jacobians else []
         present = ", ".join([*of_sites, *formed])
-        return f"<factors of {self.num} examples: {present}{along}>"
+        examples = f"{self.num} example{'s' * (self.num != 1)}"
+        return f"<factors of {examples}: {present}{along}>"
 
     @property
     def present(self) -> list[Factor]:
@@ -158,6 +160,7 @@ class Factors:
         """Zeros in place of the factors of the examples that are not kept."""
 
         def keep(x: Factor | None) -> Factor | None:
+            # Integers stay: the cotangents that they meet are zero.
             if x is None or not jnp.issubdtype(x.array.dtype, jnp.inexact):
                 return x
             return Factor(kept_examples(x.array, is_kept))
@@ -198,6 +201,7 @@ class Factors:
         def operand(number: int | None) -> Factor | None:
             return None if number is None else at_steps(self.operands[number])
 
+        # Axes of loops follow those of examples and, in cotangents, of outputs.
         d = at_steps(self.cotangents[site.perturbation], len(self.outputs))
         return SiteFactors(operand(site.operand), d, operand(site.which))
 
@@ -258,6 +262,7 @@ class Factors:
             operand = named(rows, (), (*site.a_axes, site.rule.token))
             return SiteTerms(operand, None, cotangent)
         operand = named(a, (), site.a_axes)
+        # A token that selects no row has no gradient, so its cotangent must not count.
         if site.rule.drops:
             cotangent = _without_dropped(cotangent, operand, site)
         if which is None:
@@ -299,6 +304,7 @@ def kept_examples(x: Array, is_kept: Bool[Array, " n"]) -> Array:
 def _without_dropped(cotangent: Named, tokens: Named, site: Site) -> Named:
     """Replaces entries by zero where a token selects no row of a table."""
     (d, axes), (rows, of_rows) = cotangent, tokens
+    # Which tokens are dropped may differ along axes that the cotangent lacks.
     missing = tuple(axis for axis in of_rows if axis not in axes)
     # Examples come first.
     joined = (*missing, *axes)
@@ -309,6 +315,8 @@ def _without_dropped(cotangent: Named, tokens: Named, site: Site) -> Named:
 
 def scale_of(site: Site) -> int | float | complex:
     """The number that multiplies the terms of a site."""
+    # Weights are the view of ones, and pulling back applies the view: both have its
+    # scale in them.
     is_in_terms = site.view.is_weighted or not has_named_axes(site)
     return site.rule.scale * (1.0 if is_in_terms else site.view.scale)
 
@@ -323,5 +331,6 @@ def has_weights(site: Site) -> bool:
 
 def weights_of(site: Site, values: list[Array | None]) -> Array:
     """The weights of a leaf's entries, in the shape of the view."""
+    # The view multiplies each entry by its weight, so that of ones has the weights.
     ones = full_varying_as(site.view.type_of_leaf, 1)
     return widened(site.view.apply(ones, values))

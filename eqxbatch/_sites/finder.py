@@ -9,7 +9,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,11 +38,20 @@ from .._base.primitives import (
 from .._base.trees import safe_zip
 from .._base.versions import scan_sizes
 from .custom import linearized
-from .plan import CustomDerivative, perturbed, Plan, run_call, run_cond, run_scan
+from .plan import (
+    CustomDerivative,
+    perturbed,
+    Plan,
+    PlannedStep,
+    run_call,
+    run_cond,
+    run_scan,
+)
 from .rules import find_rule
 from .site import AxisNames, Rule, Site
 from .values import Node, output_nodes, pushforward_of, slope_of
-from .views import extend_view, leaf_view, Loop, View
+from .view_rules import extend_view
+from .views import leaf_view, Loop, Read, View
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -90,9 +98,12 @@ class Finder:
     ) -> "Plan":
         """The plan of a jaxpr, of which some outputs are differentiated."""
         plan = Plan(jaxpr, consts)
+        # To be returned is a use, too. A value with one use has one cotangent.
         atoms = [*jaxpr.outvars, *(atom for eqn in jaxpr.eqns for atom in eqn.invars)]
         uses = collections.Counter(x for x in atoms if not isinstance(x, jex.Literal))
+        # Where nothing that is differentiated depends on a value, no site is needed.
         needed = live_variables(jaxpr, live)
+        # The variables that are the same for all examples, which equations add to.
         shared = {v: x for v, x in safe_zip(jaxpr.invars, inputs) if x}
         for var, value in safe_zip(jaxpr.constvars, consts):
             shared[var] = Node.constant_of(var.aval, value)
@@ -109,6 +120,7 @@ class Finder:
             outs = self.step(equation, ins)
             pairs = safe_zip(eqn.outvars, outs)
             shared.update((var, x) for var, x in pairs if x is not None)
+            # Only now is it known whether the equation's output is perturbed.
             plan.follow(eqn, uses)
         plan.outs = [of(atom) for atom in jaxpr.outvars]
         return plan
@@ -121,8 +133,11 @@ class Finder:
         nodes = [x for x in inputs if x is not None]
         has_views = any(x.views for x in nodes)
         is_shared, is_live = len(nodes) == len(inputs), any(equation.live)
+        # Values of examples have a site only where they meet views, and where something
+        # that is differentiated depends on it.
         if not eqn.outvars or not (is_shared or (has_views and is_live)):
             return none
+        # Calls are entered first: in them, some values may be shared, and others not.
         closed = callee(eqn)
         if closed is not None:
             return self.call(equation, closed, inputs)
@@ -132,11 +147,14 @@ class Finder:
             self.fail(views_of(inputs), equation, reason)
         if name in IDENTITIES:
             return inputs
+        # A lookup by constant tokens is a site, although its rows are shared: its rule
+        # knows which rows have a gradient, and a view does not.
         is_lookup = name in ("gather", "dynamic_slice") and has_views and is_live
         if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
             if is_unknown_object(eqn) and is_live:
                 self.fail(views_of(inputs), equation, f"no rule for `{name}`")
             return self.shared(equation, nodes)
+        # From here on, views meet what differs between examples.
         unknown = unknown_parameters(eqn)
         if unknown:
             reason = f"`{name}` with {unknown}, which no rule knows"
@@ -156,14 +174,17 @@ class Finder:
     def shared(self, equation: Equation, inputs: list[Node]) -> Inputs:
         """The outputs of an equation whose inputs are the same for all examples."""
         eqn, jaxpr = equation.eqn, equation.plan.jaxpr
+        # What nothing uses gets no node, so that it is never computed.
         used = [var for var in eqn.outvars if equation.uses[var]]
         nodes = output_nodes(jaxpr, eqn, tuple(inputs), used)
         linear = self._linear(eqn, inputs)
         for var, node in safe_zip(used, nodes):
             output = eqn.outvars.index(var)
-            views: tuple[View, ...] = ()
+            views: list[View] = []
             if node.varies:
                 views = self._views_of(equation, inputs, output, node, linear)
+            # Ways from a leaf multiply: each `x = x @ x` has twice as many as the one
+            # before.
             counts = collections.Counter(view.leaf for view in views)
             many = [view for view in views if counts[view.leaf] > _MOST_VIEWS]
             reason = f"`{name_of(eqn)}` makes too much of a parameter"
@@ -175,7 +196,7 @@ class Finder:
     def _inverse(self, equation: Equation, x: Node) -> Node:
         """One over a value that is the same for all examples."""
         node = x.inverse()
-        node.views = self._views_of(equation, [x], 0, node, None)
+        node.views = tuple(self._views_of(equation, [x], 0, node, None))
         node.curved, node.coupled = _curved([x], node)
         return node
 
@@ -198,26 +219,30 @@ class Finder:
         output: int,
         node: Node,
         linear: list[list[View]] | None,
-    ) -> tuple[View, ...]:
+    ) -> list[View]:
         """The derivative of an output of an equation, as a sum of views."""
         bases = node.bases
         by_slopes = sum(len(x.views) for x in bases)
         # Two ways from the same array are merged, with the sum of their slopes.
         if linear is not None and (not bases or len(linear[output]) <= by_slopes):
-            return tuple(linear[output])
+            return linear[output]
+        # Any number of elementwise equations is one product with a slope for each base.
         if bases:
-            return tuple(
+            return [
                 self._times(view, node, base) for base in bases for view in base.views
-            )
+            ]
         views: list[View] = []
+        # Anything else is left to JAX's own derivative.
         for position, x in enumerate(inputs):
             if x.views:
                 views += self._pushed(x.views, equation, inputs, position, output)
-        return tuple(views)
+        return views
 
     def _times(self, view: View, node: Node, base: Node) -> View:
         """A view times the derivative of an elementwise function."""
         value = self._number(slope_of(node, base), (node, base))
+        # Zeros around a view come last (see `View`), so it is multiplied without them,
+        # by a part of the slope.
         place = view.place
         if place is not None:
             view = dataclasses.replace(
@@ -230,7 +255,7 @@ class Finder:
             return x.astype(slope.dtype) * slope
 
         view = view.then(
-            f"times {value[0]}" + (f" at {place.start}" if place else ""),
+            f"times value {value.index}" + (f" at {place.start}" if place else ""),
             times,
             view.shape,
             tuple(range(len(view.shape))),
@@ -256,19 +281,21 @@ class Finder:
             reason = f"`{name_of(eqn)}` has no derivative in forward mode"
             self.fail(views, equation, reason)
             return []
+        # A derivative depends on all inputs, also on those that no leaf moves.
         values = [self._number(x, x) for x in inputs]
-        numbers = [number for number, _ in values]
-        key = f"{name_of(eqn)}[{position}, {output}]{numbers}"
+        indices = [value.index for value in values]
+        key = f"{name_of(eqn)}[{position}, {output}]{indices}"
         settings = {"is_isometry": False, "values": values}
         shape, push = var.aval.shape, in_this_mesh(push)
         return [view.then(key, push, shape, None, **settings) for view in views]
 
-    def _number(self, value: Node, key: Any) -> tuple[int, tuple[Loop, ...]]:
-        """The index of a value, and its loops."""
+    def _number(self, value: Node, key: Any) -> Read:
+        """How views read a value."""
+        # Keys of views have these numbers: two views are equal if they read the same.
         if key not in self._numbers:
             self._numbers[key] = len(self.values)
             self.values.append(value)
-        return self._numbers[key], value.loops
+        return Read(self._numbers[key], value.loops)
 
     # Where values meet an example.
 
@@ -276,6 +303,7 @@ class Finder:
         """Adds an equation in which views meet other values, using their rules."""
         eqn, plan = equation.eqn, equation.plan
         name = name_of(eqn)
+        # Several inputs may have views, as in a `concatenate`. Each needs a rule.
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
         tried = {i: find_rule(eqn, i) for i in of_views}
         rules = {i: rule for i, rule in tried.items() if rule is not None}
@@ -285,6 +313,7 @@ class Finder:
                 self.fail(x.views, equation, reason)
         if len(rules) < len(tried):
             return
+        # `x / w` is linear in `1 / w`, whose views lead on to `w`.
         of_views.update(
             (i, self._inverse(equation, of_views[i]))
             for i, rule in rules.items()
@@ -295,11 +324,14 @@ class Finder:
         # A summand has the cotangent of the sum, if there is one.
         value = plan.perturbed_before(eqn, rules)
         if value is None:
+            # A perturbed value is a view whose leaf is the perturbation, so that moves
+            # of its axes are followed as those of a leaf.
             value = leaf_view(len(plan.perturbations), out.aval)
             plan.perturbations.append(_Struct(out.aval.shape, out.aval.dtype))
             step = functools.partial(perturbed, eqn, operands)
-            plan.steps[equation.index] = step, 1
+            plan.steps[equation.index] = PlannedStep(step, 1)
         plan.perturbed_by[out] = value
+        # Operands are functions of the equation's inputs, computed where it runs.
         structs = [_Struct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
 
         def add_operand(of: Callable[[list], Array]) -> int:
@@ -307,6 +339,7 @@ class Finder:
             plan.operands.append(jax.eval_shape(of, structs))
             return len(plan.operands) - 1
 
+        # All views of an input meet the same operand and the same cotangent.
         for position, rule in rules.items():
             x, operand = of_views[position], None
             which = None
@@ -343,11 +376,13 @@ class Finder:
         closed, length = params["jaxpr"], params["length"]
         num_consts, num_carry = scan_sizes(equation.eqn)
         first_x = num_consts + num_carry
+        # What is carried may be another function of a parameter in each step.
         carried = [*views_of(inputs[num_consts:first_x])]
         self.fail(carried, equation, "a parameter is carried through a `scan`")
         if carried:
             return
-        loop = (self._num_loops, length)
+        # An outer loop is met before its inner ones, and so has the smaller number.
+        loop = Loop(self._num_loops, length)
         self._num_loops += 1
         inner_inputs: Inputs = []
         for position, x in enumerate(inputs):
@@ -358,6 +393,7 @@ class Finder:
                 inner_inputs.append(x)
             else:
                 inner_inputs.append(x.sliced(loop))
+        # A carry is differentiated if that of any later step is.
         live = live_in_scan(equation.eqn, equation.live).outs
         inner = self.plan(closed.jaxpr, closed.consts, inner_inputs, live)
         returned = views_of(itertools.compress(inner.outs, live))
@@ -392,23 +428,27 @@ class Finder:
         Only tangents of parameters are followed in it. All other inputs, including the
         parameters themselves, are values.
         """
+        # A variable that is passed twice has one tangent.
         eqn, numbers = equation.eqn, unique_inputs(equation.eqn)
         shared = [inputs[i] for i in numbers]
         moved = [i for i, x in safe_zip(numbers, shared) if x and x.views]
         used = [i for i, var in enumerate(eqn.outvars) if equation.uses[var]]
         live = [i for i in used if equation.live[i]]
+        # A second derivative would also have to follow how the first one changes with
+        # its values, which are frozen here.
         reason = f"`{name_of(eqn)}` has a first derivative of its own, and no second"
         jaxpr = equation.plan.jaxpr
         traced = linearized(jaxpr, eqn, moved, live) if self.order == 1 else reason
         if isinstance(traced, str):
             self.fail(views_of(inputs), equation, traced)
             return
-        known: Inputs = [None if x is None else x.frozen() for x in shared]
+        # The derivative takes values first, and then tangents, which have the views.
+        ins: Inputs = [None if x is None else x.frozen() for x in shared]
         for i in moved:
             x = inputs[i]
             assert x is not None
-            known.append(Node.tangent(eqn.invars[i].aval, x.views))
-        inner = self.plan(traced.jaxpr, traced.consts, known, [True for _ in live])
+            ins.append(Node.tangent(eqn.invars[i].aval, x.views))
+        inner = self.plan(traced.jaxpr, traced.consts, ins, [True for _ in live])
         self.fail(
             views_of(inner.outs), equation, f"`{name_of(eqn)}` returns a parameter"
         )
@@ -420,7 +460,7 @@ class Finder:
         """Marks the leaves of some views as not covered, because of an equation."""
         line = source_line(equation.eqn)
         for view in views:
-            led = [f"`{re.split(r'[^a-z_]', key)[0]}`" for key in view.key]
+            led = [f"`{name}`" for name in view.step_names]
             parts = [reason, line and f"at {line}", led and f"after {', '.join(led)}"]
             self.failed.setdefault(view.leaf, ", ".join(filter(None, parts)))
 
@@ -434,6 +474,7 @@ class _Curved(NamedTuple):
 
 def _curved(inputs: list[Node], node: Node) -> _Curved:
     """The leaves in which a node is nonlinear, and those that it couples."""
+    # A base may lie before the inputs; what is in between is elementwise.
     made_of = node.bases or inputs
     curved = frozenset[int]().union(*(x.curved for x in made_of))
     coupled = frozenset[int]().union(*(x.coupled for x in made_of))
@@ -441,6 +482,7 @@ def _curved(inputs: list[Node], node: Node) -> _Curved:
         return _Curved(curved, coupled)
     views = [view for x in made_of for view in x.views]
     leaves = frozenset(view.leaf for view in views)
+    # Each entry depends on one entry of the leaf, so mixed derivatives are zero.
     if node.bases and len(views) == 1 and not curved and views[0].is_whole:
         return _Curved(leaves, frozenset())
     return _Curved(curved | leaves, coupled | leaves)
@@ -459,8 +501,9 @@ def moved_rule(rule: Rule, value: View) -> Rule:
     shape, axes = value.type_of_leaf.shape, value.axes or ()
     if axes == tuple(range(len(shape))):
         return rule
-    kept = [axis for axis in axes if axis is not None]
-    order = [*(i for i, _ in enumerate(shape) if i not in kept), *kept]
+    # Axes that were removed had size 1, so a reshape puts them back, in front.
+    present = [axis for axis in axes if axis is not None]
+    order = [*(i for i, _ in enumerate(shape) if i not in present), *present]
     named: list[AxisNames] = [() for _ in shape]
     for axis, names in safe_zip(axes, rule.y_axes):
         if axis is not None:

@@ -40,6 +40,7 @@ def gradients(
     parts = []
     for site in sites:
         part = _gradients_at(site, factors, leaf)
+        # What is the same for all examples gets an axis, to be added to what is not.
         is_shared = has_examples and not factors.has_examples([site])
         parts.append(part[None] if is_shared else part)
     return functools.reduce(jnp.add, parts)
@@ -74,6 +75,7 @@ def weighted_sum(
         weight = weights.astype(wide.dtype)
         weight = jnp.expand_dims(weight, range(lead, wide.ndim))
         product = wide * weight
+        # Sites are linear in cotangents: outputs are summed before they are transposed.
         if lead > 1:
             product = jnp.sum(product, axis=tuple(range(1, lead)))
         cotangents.append(product.astype(d.array.dtype))
@@ -140,6 +142,8 @@ def selects_rows(sites: Sequence[Site]) -> bool:
     if len(sites) != 1 or sites[0].rule.token is None:
         return False
     (site,) = sites
+    # Each place of a token must have one row: no sum over other positions, no further
+    # table in another step, and nothing that mixes rows on the way to the leaf.
     of_token = axes_of(site, 0)[str(site.rule.token)]
     is_plain = has_named_axes(site) and not has_weights(site)
     are_rows = of_token.role is Role.LEAF
@@ -166,22 +170,24 @@ def rows_of_tokens(site: Site, factors: Factors) -> TokenRows:
     (tokens, places), (d, axes) = terms.operand, terms.cotangent
     of_row = sorted(axis for axis in axes if axis.role is Role.LEAF)
     lead = (EXAMPLE, *(axis for axis in places if axis != EXAMPLE))
-    rest = (axis for axis in axes if axis not in lead and axis not in of_row)
-    d = aligned(d, axes, (*lead, *rest, *of_row))
+    between = (axis for axis in axes if axis not in lead and axis not in of_row)
+    # To [examples, places of tokens, entries of a row].
+    d = aligned(d, axes, (*lead, *between, *of_row))
     num, total = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
     d = jnp.broadcast_to(d, (num, *d.shape[1:])).reshape(num, total, -1)
     tokens = aligned(tokens, places, lead).reshape(-1, total)
     tokens = jnp.broadcast_to(tokens, (num, total))
     no_token = site.sizes[str(site.rule.token)]
 
-    def add(tokens: Array, d: Array) -> tuple[Array, Array]:
+    def add(tokens: Array, d: Array) -> TokenRows:
+        # The first place with a token gets the sum of all places with it.
         place = jnp.arange(total)
         is_equal = tokens[:, None] == tokens[None]
         first = jnp.min(jnp.where(is_equal, place[None], total), axis=1)
         rows = jax.ops.segment_sum(d, first, total)
-        return jnp.where(first == place, tokens, no_token), rows
+        return TokenRows(jnp.where(first == place, tokens, no_token), rows)
 
-    return TokenRows(*jax.vmap(add)(tokens, d * scale_of(site)))
+    return jax.vmap(add)(tokens, d * scale_of(site))
 
 
 def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
@@ -189,6 +195,8 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     num_outputs = len(factors.outputs)
     if site.rule.token is not None:
         assert a is not None
+        # The transpose of a lookup adds to rows, where a product would need one-hot
+        # rows.
         transposed = lambda a, d: _transposed_sites(
             [site], leaf, [a], [d], factors.values
         )
@@ -245,6 +253,7 @@ def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:
         product = (product * scale_of(site)).reshape(*shape, *leaf.shape)
         return _in_dtype(product, leaf.dtype)
     view = site.view.struct(leaf, factors.values)
+    # The scale of the view is applied when it is pulled back.
     product = (product * site.rule.scale).reshape(*shape, *view.shape)
     one = site.view.transposed(leaf, factors.values)
     for _ in shape:

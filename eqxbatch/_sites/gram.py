@@ -35,6 +35,7 @@ from .site import (
     Site,
 )
 from .table import SiteTable
+from .views import Loop
 
 
 # A leaf with more sites, as in an unrolled loop, has so many pairs of sites that
@@ -55,6 +56,7 @@ def has_gram(sites: Sequence[Site], others: Sequence[Site] | None = None) -> boo
 
 def has_products(sites: Sequence[Site], others: Sequence[Site]) -> bool:
     """Whether inner products of the gradients at sites follow from their factors."""
+    # Sites of a group are alike, so the first one answers for all.
     first, second = ([group for group, *_ in _groups(x)] for x in (sites, others))
     return all(is_allowed("gram", site, other) for site in first for other in second)
 
@@ -111,7 +113,8 @@ class OfLeaf(NamedTuple):
             # What says which groups are met comes after all other operands.
             site = group[0].with_own(number, number, len(groups) + len(every_which))
             if len(group) > 1:
-                site = site.within((-1, len(group)))
+                # As a loop whose number no loop of a program has.
+                site = site.within(Loop(-1, len(group)))
                 of_d = [_as_steps(of_d, len(factors.outputs))]
                 of_a = [None if of_a[0] is None else _as_steps(of_a, 0)]
                 of_which = [_as_steps(of_which, 0)] if of_which else []
@@ -138,6 +141,7 @@ def _as_steps(parts: Sequence[Factor], num_outputs: int) -> Factor:
     arrays = [x.array for x in parts]
     has_examples = any(x.has_examples for x in parts)
     if has_examples:
+        # If one factor differs between examples, the shared ones are repeated.
         num = next(x.array.shape[0] for x in parts if x.has_examples)
         arrays = [
             x.array
@@ -156,6 +160,7 @@ class ScaledTerms(NamedTuple):
 
     def contracted(self, out: Axes) -> Array:
         """Has axes of size 1 for those of `out` that no term has."""
+        # A sum over terms that lack an axis has one entry along it, which broadcasts.
         present = axes_in(self.terms)
         product = contract(self.terms, tuple(axis for axis in out if axis in present))
         missing = [i for i, axis in enumerate(out) if axis not in present]
@@ -212,6 +217,7 @@ class _Side:
         return self._times(self.factors.weights(self.site, self.axes))
 
     def _times(self, weights: list[Named]) -> list[Named]:
+        # Rows that tokens select are read, not multiplied with one-hot rows.
         *operand, cotangent = self.site_terms.present
         if self.tokens is not None:
             return [cotangent, *(_at_rows(term, self.tokens) for term in weights)]
@@ -223,6 +229,7 @@ class _Side:
         terms = self.site_terms.present
         present = axes_in(terms)
         lead = (self.example, *self.factors.outputs)
+        # [examples, outputs, entries of the view], as far as factors have these.
         lead = tuple(axis for axis in lead if axis in present)
         of_view = [self.axes[name] for name in self.site.w_axes]
         out = (*lead, *(axis for axis in of_view if axis in present))
@@ -237,6 +244,7 @@ class _Side:
         leaf = full_varying_as(view.type_of_leaf, 0)
         struct = view.struct(leaf, values)
         num = math.prod(struct.shape)
+        # A row of the Jacobian is the transpose of one entry of the view.
         seeds = jnp.eye(num, dtype=struct.dtype).reshape(num, *struct.shape)
         back = view.transposed(leaf, values)
         return widened(jax.vmap(back)(vary(seeds, varying(struct))))
@@ -280,6 +288,8 @@ def _pair_terms(first: _Side, second: _Side) -> ScaledTerms:
         for side, tokens in enumerate(both):
             if tokens is not None:
                 terms[1 - side] = [_at_rows(term, tokens) for term in terms[1 - side]]
+    # The inner product of complex gradients is the real part of `x` times the conjugate
+    # of `y`.
     conjugated = [Named(jnp.conj(x), axes) for x, axes in terms[1]]
     scale = _scale(first.site) * _scale(second.site).conjugate()
     return ScaledTerms([*terms[0], *conjugated], scale)
@@ -291,6 +301,7 @@ def _small_terms(first: _Side, second: _Side) -> ScaledTerms:
     if has_few_directions(first.site) and has_few_directions(second.site):
         return ScaledTerms([*first.small_terms, *second.small_terms], scale)
     if has_few_directions(first.site):
+        # The other gradient is needed along these directions only, and is not formed.
         terms = second.along(first.directions, first.small)
         return ScaledTerms([first.coefficients, *terms], scale)
     terms = first.along(second.directions, second.small)
@@ -299,6 +310,7 @@ def _small_terms(first: _Side, second: _Side) -> ScaledTerms:
 
 def _equal(first: Named, second: Named) -> Named:
     """A mask of tokens that select the same row."""
+    # [tokens of one side, tokens of the other], with one axis for what both have.
     axes = tuple(axes_in([first, second]))
     return Named(aligned(*first, axes) == aligned(*second, axes), axes)
 
@@ -313,9 +325,9 @@ def _at_rows(term: Named, selected: _Tokens) -> Named:
     if chosen not in axes:
         return term
     shared = [axis for axis in of_tokens if axis in axes]
-    rest = tuple(axis for axis in axes if axis not in shared)
+    unshared = tuple(axis for axis in axes if axis not in shared)
     free = tuple(axis for axis in of_tokens if axis not in shared)
-    place = rest.index(chosen)
+    place = unshared.index(chosen)
 
     def take(x: Array, tokens: Array) -> Array:
         return jnp.take(x, tokens, axis=place, mode="fill", fill_value=0)
@@ -328,7 +340,7 @@ def _at_rows(term: Named, selected: _Tokens) -> Named:
             for both in (axes, of_tokens)
         ]
         take = jax.vmap(take, tuple(in_axes))
-    taken = (*shared, *rest[:place], *free, *rest[place + 1 :])
+    taken = (*shared, *unshared[:place], *free, *unshared[place + 1 :])
     return Named(take(x, tokens), taken)
 
 
@@ -356,6 +368,7 @@ def gram_terms(
     If both are the same object and each example only meets itself, these are for
     squared norms, the sums of the real parts: each pair of two sites counts twice.
     """
+    # In a norm, the pair of `j` and `i` has the same real part as that of `i` and `j`.
     is_norm = uses is other and example == EXAMPLE
     uses = uses.merged()
     other = uses if is_norm else other.merged()
@@ -364,6 +377,7 @@ def gram_terms(
         for j, second in enumerate(other.sites):
             if (is_norm and j < i) or site.view.is_apart(second.view):
                 continue
+            # The norm of an outer product is the product of norms, of one side only.
             if is_norm and i == j and _has_product(site):
                 terms = uses.factors.gradient_terms(site)
                 yield ScaledTerms(terms, _scale(site)).squared()
@@ -395,6 +409,7 @@ def squares(uses: OfLeaf) -> SquaredNorms:
     for pair in gram_terms(uses, uses):
         total += jnp.real(pair.contracted(out))
     separate = [_separate_squares(site, uses.factors) for site in uses.sites]
+    # Rounding may leave a negative number where terms cancel.
     return SquaredNorms(jnp.maximum(total, 0), functools.reduce(jnp.add, separate))
 
 
@@ -435,12 +450,15 @@ def squares_of_factors(leaves: Sequence[OfLeaf]) -> list[Squares]:
     for uses in leaves:
         (site,) = uses.sites
         terms = uses.factors.gradient_terms(site)
+        # Entry by entry, the product is no larger than the larger factor, and is
+        # formed.
         if set.intersection(*_axes_of_factors(site)):
             axes = tuple(axes_in(terms))
             terms = [Named(contract(terms, axes), axes)]
         keys = [(id(x), EXAMPLE in axes) for x, axes in terms]
         arrays.update(safe_zip(keys, (x for x, _ in terms)))
         by_leaf.append((keys, abs(_scale(site)) ** 2))
+    # All arrays go through one pass, each of them once.
     every = [x if has_examples else x[None] for (_, has_examples), x in arrays.items()]
     squares = dict(safe_zip(arrays, squares_in_range(every)))
     products = []

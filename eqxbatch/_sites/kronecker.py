@@ -25,6 +25,21 @@ from .table import SiteTable
 from .values import nodes_up_to
 
 
+class MatrixSizes(NamedTuple):
+    """The number of the matrices of a weight, and of their rows and columns."""
+
+    batch: int
+    outputs: int
+    inputs: int
+
+
+class BiasAxes(NamedTuple):
+    """The shape of a bias, and the axes of a layout that its axes belong to."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A weight as a batch of matrices.
@@ -33,8 +48,7 @@ class Layout:
         that each axis is of one kind.
     - `batch`, `outputs`, `inputs`: the axes of each kind; axes of size 1 may be of no
         kind.
-    - `bias`: if a bias counts as one more input, its shape, and the axes of the weight
-        that its axes belong to.
+    - `bias`: the axes of a bias that counts as one more input, if there is one.
     """
 
     leaf_shape: tuple[int, ...]
@@ -42,34 +56,38 @@ class Layout:
     batch: tuple[int, ...]
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
-    bias: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    bias: BiasAxes | None = None
 
     def size(self, axes: Sequence[int]) -> int:
         return math.prod(self.shape[axis] for axis in axes)
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> MatrixSizes:
         """The number of matrices, and the numbers of their rows and columns."""
+        # The bias is one more column.
         num = self.size(self.inputs) + (self.bias is not None)
-        return self.size(self.batch), self.size(self.outputs), num
+        return MatrixSizes(self.size(self.batch), self.size(self.outputs), num)
 
     @property
-    def _order(self) -> tuple[int, ...]:
+    def _order(self) -> list[int]:
         """All axes, those of no kind first."""
-        order = (*self.batch, *self.outputs, *self.inputs)
-        return (*(i for i, _ in enumerate(self.shape) if i not in order), *order)
+        order = [*self.batch, *self.outputs, *self.inputs]
+        return [*(i for i, _ in enumerate(self.shape) if i not in order), *order]
 
     def matrices(
         self, leaves: Sequence[Inexact[Array, "..."]]
     ) -> Inexact[Array, "batch outputs inputs"]:
         """The weight as matrices, with the bias as the last column."""
         weight, *bias = leaves
+        # Axes of one kind are neighbours, so that they can be merged; those of no kind
+        # have size 1.
         weight = jnp.transpose(weight.reshape(self.shape), self._order)
         num, rows, _ = self.sizes
         weight = weight.reshape(num, rows, self.size(self.inputs))
         if self.bias is None:
             return weight
-        _, axes = self.bias
+        axes = self.bias.axes
+        # The bias is the column of an input that is always one.
         column = bias[0].reshape([self.shape[axis] for axis in axes])
         wanted = (*self.batch, *self.outputs)
         column = jnp.transpose(column, [axes.index(axis) for axis in wanted])
@@ -79,6 +97,7 @@ class Layout:
         self, matrices: Inexact[Array, "batch outputs inputs"]
     ) -> list[Inexact[Array, "..."]]:
         """The arrays of weight and bias: the inverse of `matrices`."""
+        # The inverse of each step, in reverse.
         order = self._order
         weight = matrices[..., : self.size(self.inputs)]
         weight = weight.reshape([self.shape[axis] for axis in order])
@@ -130,6 +149,8 @@ class AxisRoles:
         if met is not None:
             operand, cotangent = _times(operand, met), _times(cotangent, met)
         (a, of_a), (d, of_d) = operand, cotangent
+        # The gradient sums over positions. Those of one factor only are summed first,
+        # but tokens are no numbers to add.
         shared = [axis for axis in of_a if axis in of_d and axis.is_position]
         sums: list[Named] = []
         for x, axes in ((a, of_a), (d, of_d)):
@@ -138,10 +159,10 @@ class AxisRoles:
                 for number, axis in enumerate(axes)
                 if axis.is_position and axis not in shared
             ]
-            kept = tuple(axis for i, axis in enumerate(axes) if i not in alone)
+            left = tuple(axis for i, axis in enumerate(axes) if i not in alone)
             is_tokens = x is a and self.site.rule.token is not None
             total = x if is_tokens else jnp.sum(x, axis=tuple(alone))
-            sums.append(Named(total, kept))
+            sums.append(Named(total, left))
         (d, of_d) = sums[1]
         scaled = Named(d * scale_of(self.site), of_d)
         return UseTerms(sums[0], scaled, tuple(shared), met)
@@ -176,6 +197,9 @@ class Part:
     is_counted: bool = False
     reason: str | None = None
 
+    def __repr__(self) -> str:
+        return f"<block of the leaves {', '.join(map(str, self.leaves))}: {self}>"
+
     def __str__(self) -> str:
         """The sizes of the two factors: outputs and inputs."""
         if self.layout is None:
@@ -198,6 +222,7 @@ def parts_of(table: SiteTable, chosen: Sequence[Sequence[int]] | None) -> list[P
     for weight, layout in layouts.items():
         if isinstance(layout, str):
             continue
+        # A bias is added to the product, so it has the cotangent of the weight.
         met = {site.perturbation for site in table.of(weight)}
         sharing = {x.leaf for x in table.sites if x.perturbation in met} - {weight}
         for bias in sorted(sharing):
@@ -209,8 +234,8 @@ def parts_of(table: SiteTable, chosen: Sequence[Sequence[int]] | None) -> list[P
         # A bias that is added to the products of two weights belongs to neither.
         counts = collections.Counter(bias for bias, _ in joined.values())
         biases = {w: (bias,) for w, (bias, _) in joined.items() if counts[bias] == 1}
-        others = {*range(num)}.difference(*biases.values())
-        chosen = [(leaf, *biases.get(leaf, ())) for leaf in sorted(others)]
+        first = {*range(num)}.difference(*biases.values())
+        chosen = [(leaf, *biases.get(leaf, ())) for leaf in sorted(first)]
     return [_part(table, leaves, layouts, joined) for leaves in chosen]
 
 
@@ -223,6 +248,7 @@ def _part(
     layout = layouts[leaves[0]]
     if len(leaves) > 1:
         layout = "several arrays are one block"
+    # Two leaves of one block have factors only if one is the bias of the other.
     for weight in leaves if len(leaves) == 2 else ():
         if weight in joined and joined[weight][0] in leaves:
             bias, layout = joined[weight]
@@ -255,7 +281,8 @@ def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
         by_name, _ = _split_axes(table, site)
         kinds = _kinds(site, by_name)
         assert kinds is not None
-        is_swapped = _present(kinds[1], part.layout.shape) != _present(
+        # The layout is that of the first use; another may have the axes swapped.
+        is_swapped = _present(kinds.outputs, part.layout.shape) != _present(
             part.layout.outputs, part.layout.shape
         )
         uses.append(AxisRoles(site, by_name, is_swapped))
@@ -281,6 +308,7 @@ def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
     """
     axes, sizes = site.view.axes, site.sizes
     assert axes is not None
+    # An axis may have several names, whose sizes multiply to its length.
     names = iter(site.w_axes)
     of_axes: dict[int, list[str]] = {}
     for axis, length in safe_zip(axes, site.view_shape):
@@ -290,6 +318,7 @@ def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
         if axis is not None:
             of_axes[axis] = split
     shape: list[int] = []
+    # What is no axis of the leaf is a position, also where the leaf is repeated.
     by_name = {name: Axis(Role.POSITION, name, 0) for name in sizes}
     for axis, length in enumerate(table.leaves[site.leaf].shape):
         split = of_axes.get(axis, [])
@@ -299,7 +328,12 @@ def _split_axes(table: SiteTable, site: Site) -> _SplitAxes:
     return _SplitAxes(by_name, tuple(shape))
 
 
-_Kinds = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+class _Kinds(NamedTuple):
+    """The axes of a leaf by their kind in a product of matrices, as in a `Layout`."""
+
+    batch: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
 
 
 def _kinds(site: Site, by_name: dict[str, Axis]) -> _Kinds | None:
@@ -309,13 +343,17 @@ def _kinds(site: Site, by_name: dict[str, Axis]) -> _Kinds | None:
     """
     token = () if site.rule.token is None else (site.rule.token,)
     group = () if site.rule.group is None else (site.rule.group,)
+    # Tokens stand for one-hot rows, and groups for a mask, with these axes.
     of_a = {by_name[name] for name in (*site.a_axes, *token, *group)}
     of_d = {by_name[name] for name in (*site.d_axes, *group)}
-    batch, outputs, inputs = (
-        tuple(sorted(axis.number for axis in part if not axis.is_position))
-        for part in (of_a & of_d, of_d - of_a, of_a - of_d)
+    # Axes of both factors make a batch; others are outputs or inputs.
+    kinds = _Kinds(
+        *(
+            tuple(sorted(axis.number for axis in axes if not axis.is_position))
+            for axes in (of_a & of_d, of_d - of_a, of_a - of_d)
+        )
     )
-    return (batch, outputs, inputs) if inputs and site.operand is not None else None
+    return kinds if kinds.inputs and site.operand is not None else None
 
 
 def _layout(table: SiteTable, leaf: int) -> Layout | str:
@@ -325,15 +363,18 @@ def _layout(table: SiteTable, leaf: int) -> Layout | str:
     sites, shape = table.of(leaf), table.leaves[leaf].shape
     if not sites:
         return "the function does not use it"
+    # Each use must be a product with all of the leaf, along the same axes.
     layouts: list[Layout] = []
     for site in sites:
         reason = _reason(site)
         if reason is not None:
             return reason
+        # A slice has fewer entries than the leaf.
         by_name, split = _split_axes(table, site)
         of_leaf = [name for name, axis in by_name.items() if axis.role is Role.LEAF]
         if math.prod(site.sizes[name] for name in of_leaf) != math.prod(shape):
             return "only a part of it is used"
+        # Without inputs, a gradient has no second factor.
         kinds = _kinds(site, by_name)
         if kinds is None:
             return "it is added, or multiplied entry by entry"
@@ -352,8 +393,7 @@ def _reason(site: Site) -> str | None:
         return "it meets complex numbers"
     is_named = has_named_axes(site) or (site.rule.splits and view.is_whole)
     if not is_named or view.place is not None:
-        names = dict.fromkeys(key.split("[")[0].split(" ")[0] for key in view.key)
-        steps = ", ".join(f"`{name}`" for name in names)
+        steps = ", ".join(f"`{name}`" for name in dict.fromkeys(view.step_names))
         return f"it is used after {steps}" if steps else "only a part of it is used"
     if has_weights(site) or view.is_weighted:
         return "its entries are multiplied with numbers of their own"
@@ -378,19 +418,20 @@ def _with_bias(
 
     A bias is one if it is added to each product with the weight, and to nothing else.
     """
-    sites, others = table.of(weight), table.of(bias)
-    if bias in table.fallbacks or len(sites) != len(others):
+    of_weight, of_bias = table.of(weight), table.of(bias)
+    if bias in table.fallbacks or len(of_weight) != len(of_bias):
         return None
-    by_perturbation = {site.perturbation: site for site in sites}
+    # Each use of the bias is matched with the use of the weight that has its cotangent.
+    by_perturbation = {site.perturbation: site for site in of_weight}
     matches = {
-        _bias_axes(table, by_perturbation.get(other.perturbation), other)
-        for other in others
+        _bias_axes(table, by_perturbation.get(use.perturbation), use) for use in of_bias
     }
-    if len(by_perturbation) != len(sites) or len(matches) != 1:
+    if len(by_perturbation) != len(of_weight) or len(matches) != 1:
         return None
-    if len({other.perturbation for other in others}) != len(others):
+    if len({use.perturbation for use in of_bias}) != len(of_bias):
         return None
     (axes,) = matches
+    # One entry for each output of each matrix, no fewer and no more.
     wanted = _present((*layout.batch, *layout.outputs), layout.shape)
     if axes is None or _present(axes, layout.shape) != wanted:
         return None
@@ -398,7 +439,7 @@ def _with_bias(
     missing = {*layout.batch, *layout.outputs} - {*axes}
     axes = (*axes, *sorted(missing))
     shape = table.leaves[bias].shape
-    return dataclasses.replace(layout, bias=(shape, axes))
+    return dataclasses.replace(layout, bias=BiasAxes(shape, axes))
 
 
 def _bias_axes(
@@ -407,8 +448,11 @@ def _bias_axes(
     """The axes of a weight that match those of an array added to the product."""
     if site is None or other.rule.kind not in SUMS:
         return None
+    # The factor of tokens is diagonal, which it would not be with one more input. Where
+    # a position meets no group, there is no product, but a bias is added.
     if site.rule.token is not None or site.which is not None:
         return None
+    # The bias must be added as it is, to the product as it is, in the same steps.
     if _reason(other) is not None or scale_of(site) != scale_of(other):
         return None
     steps = lambda x: [(loop.loop, loop.length, loop.start) for loop in x.loops]
@@ -418,6 +462,8 @@ def _bias_axes(
     of_bias, shape = _split_axes(table, other)
     if math.prod(shape) != table.leaves[other.leaf].size:
         return None
+    # The two rules name the axes of one output: from names of the bias to those of the
+    # weight.
     names: dict[str, AxisNames] = {
         f"loop{i}": (f"loop{i}",) for i, _ in enumerate(site.loops)
     }
@@ -427,6 +473,8 @@ def _bias_axes(
     for name, axis in of_bias.items():
         if axis.role is Role.LEAF and name in names and other.sizes[name] != 1:
             matches[axis.number] = [of_weight[x] for x in names[name]]
+    # In the order of the bias's axes. If one runs along positions, so that each
+    # position has an entry of its own, it is no bias.
     of_leaf = [axis for _, axes in sorted(matches.items()) for axis in axes]
     if any(axis.is_position for axis in of_leaf):
         return None

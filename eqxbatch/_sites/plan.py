@@ -29,7 +29,8 @@ from .._base.trees import safe_zip
 from .._base.versions import scan_sizes
 from .site import Rule, Site
 from .values import Node
-from .views import extend_view, MOVES, Values, View
+from .view_rules import extend_view, MOVES
+from .views import Values, View
 
 
 _Struct = jax.ShapeDtypeStruct
@@ -68,6 +69,7 @@ def perturbed(
 def run_call(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) -> Run:
     """Runs an equation that calls a jaxpr with sites in it."""
     run = lambda *args: plan.run([*args[:-1]], args[-1])
+    # Perturbations are one argument more than the equation has.
     run = as_remat(eqn, run, 1) if is_remat(eqn) else as_called(eqn, run)
     return run(*ins, perturbations)
 
@@ -78,12 +80,13 @@ def run_scan(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) 
     num_consts, num_carry = scan_sizes(eqn)
     consts, carry = ins[:num_consts], ins[num_consts : num_consts + num_carry]
 
-    def body(carry: Values, slices: tuple[list, list | None]) -> tuple[list, tuple]:
+    # Perturbations enter and operands leave as slices: one for each step.
+    def body(carry: Values, slices: tuple[list, list | None]) -> tuple[list, Run]:
         xs, perturbations = slices
-        outs, *rest = plan.run([*consts, *carry, *xs], perturbations)
-        return outs[:num_carry], (outs[num_carry:], *rest)
+        ran = plan.run([*consts, *carry, *xs], perturbations)
+        return ran.outs[:num_carry], ran._replace(outs=ran.outs[num_carry:])
 
-    carry, (ys, operands, values) = lax.scan(
+    carry, ran = lax.scan(
         body,
         carry,
         (ins[num_consts + num_carry :], perturbations),
@@ -91,21 +94,24 @@ def run_scan(eqn: Eqn, plan: "Plan", ins: Values, perturbations: Values | None) 
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return Run([*carry, *ys], operands, values)
+    return ran._replace(outs=[*carry, *ran.outs])
 
 
 def run_cond(plans: list["Plan"], ins: Values, perturbations: Values | None) -> Run:
     """Runs a `cond` with sites in its branches, which have separate perturbations."""
     index, *args = ins
+    # The perturbations of all branches are in one list, one branch after the other.
     nums = [len(plan.perturbations) for plan in plans]
     starts = [0, *itertools.accumulate(nums)]
 
     def branch(number: int) -> Callable[[list, list | None], Run]:
-        part = slice(starts[number], starts[number + 1])
+        its = slice(starts[number], starts[number + 1])
         return lambda args, perturbations: plans[number].run(
-            args, None if perturbations is None else perturbations[part]
+            args, None if perturbations is None else perturbations[its]
         )
 
+    # Branches must return equal types, but each has operands of its own: what they are
+    # is asked first, and then each returns those of all.
     runs = [branch(number) for number, _ in enumerate(nums)]
     structs = [jax.eval_shape(run, args, perturbations)[1:] for run in runs]
 
@@ -113,19 +119,27 @@ def run_cond(plans: list["Plan"], ins: Values, perturbations: Values | None) -> 
         """A branch that returns zeros for the operands of the others."""
 
         def run(args: Values, perturbations: Values | None) -> Run:
-            outs, *rest = runs[number](args, perturbations)
+            ran = runs[number](args, perturbations)
             every = [
-                rest if i == number else jax.tree.map(zeros_like, [*skipped])
+                ran[1:] if i == number else jax.tree.map(zeros_like, skipped)
                 for i, skipped in enumerate(structs)
             ]
             operands, values = safe_zip(*every)
+            # Joined in the order of `include`: branch by branch.
             chain = itertools.chain.from_iterable
-            return Run(outs, [*chain(operands)], [*chain(values)])
+            return Run(ran.outs, [*chain(operands)], [*chain(values)])
 
         return run
 
     branches = [with_zeros(number) for number, _ in enumerate(runs)]
     return lax.switch(index, branches, args, perturbations)
+
+
+class PlannedStep(NamedTuple):
+    """How an equation with sites runs, and how many perturbations it takes."""
+
+    run: Step
+    num: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,47 +167,52 @@ class CustomDerivative:
         They only matter for derivatives with respect to them: they are zero, and so is
         their contribution, even if a derivative is infinite.
         """
-        known = [self.plan.consts, [ins[i] for i in self.numbers]]
+        values = [self.plan.consts, [ins[i] for i in self.numbers]]
 
-        def run(known: Values, perturbations: Values | None) -> Run:
-            consts, args = known
+        def run(values: Values, perturbations: Values | None) -> Run:
+            consts, args = values
             zeros = [full_varying_as(aval, 0) for aval in self.tangents]
             return self.plan.run([*args, *zeros], perturbations, consts)
 
+        # The identity in the outputs. Its derivative with respect to perturbations is
+        # what the plan adds for them.
         @jax.custom_jvp
-        def perturbed_by(outs: Values, known: Values, perturbations: Values) -> Values:
+        def perturbed_by(outs: Values, values: Values, perturbations: Values) -> Values:
             return outs
 
         @perturbed_by.defjvp
         def _jvp(primals: tuple, tangents: tuple) -> tuple[list, list]:
-            outs, known, _ = primals
+            outs, values, _ = primals
             moved, _, perturbations = tangents
-            added = run(known, perturbations)[0]
+            added = run(values, perturbations).outs
             return outs, [x + y for x, y in safe_zip(moved, added)]
 
+        # Outputs that nothing uses are not asked for, and stay None.
         every: list = [None for _ in self.eqn.outvars]
         outs = [self.eqn.outvars[i] for i in self.outs]
         used = run_equation(self.jaxpr, self.eqn, outs)(*ins)
         for i, out in safe_zip(self.outs, used):
             every[i] = out
-        _, operands, values = run(known, None)
+        # The sites are in the derivative, so it runs for their operands. Its tangents
+        # are zeros, on which no operand depends.
+        _, operands, moved = run(values, None)
         if perturbations is not None:
-            live = perturbed_by([every[i] for i in self.live], known, perturbations)
+            live = perturbed_by([every[i] for i in self.live], values, perturbations)
             for i, out in safe_zip(self.live, live):
                 every[i] = out
-        return Run(every, operands, values)
+        return Run(every, operands, moved)
 
 
 class Plan:
     """The plan of a jaxpr, built by going through its equations.
 
-    - `steps`: how to run the equations with sites, and their numbers of perturbations.
+    - `steps`: how to run the equations with sites, by index.
     - `outs`: the outputs that are the same for all examples.
     """
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> None:
         self.jaxpr, self.consts = jaxpr, list(consts)
-        self.steps: dict[int, tuple[Step, int]] = {}
+        self.steps: dict[int, PlannedStep] = {}
         self.sites: list[Site] = []
         self.perturbations: list[_Struct] = []
         self.operands: list[_Struct] = []
@@ -201,12 +220,17 @@ class Plan:
         # Values that have a perturbation and are used only once, as views of it.
         self.perturbed_by: dict[Any, View] = {}
 
+    def __repr__(self) -> str:
+        nums = len(self.jaxpr.eqns), len(self.steps), len(self.sites)
+        return "<plan of {} equations, of which {} have {} sites>".format(*nums)
+
     def run(
         self, args: Values, perturbations: Values | None, consts: Values | None = None
     ) -> Run:
         """Evaluates the jaxpr with perturbations added to the outputs of its sites."""
         operands: list = []
         perturbed: list = []
+        # Equations run in the order in which their perturbations were numbered.
         remaining = iter(perturbations or ())
 
         def replace(index: int, eqn: Eqn) -> Callable[[list], list] | None:
@@ -215,13 +239,13 @@ class Plan:
             step, num = self.steps[index]
 
             def run(ins: Values) -> Values:
-                part = None
+                added = None
                 if perturbations is not None:
-                    part = [*itertools.islice(remaining, num)]
-                outs, *rest = step(ins, part)
-                operands.extend(rest[0])
-                perturbed.extend(rest[1])
-                return outs
+                    added = [*itertools.islice(remaining, num)]
+                ran = step(ins, added)
+                operands.extend(ran.operands)
+                perturbed.extend(ran.perturbed)
+                return ran.outs
 
             return run
 
@@ -239,6 +263,8 @@ class Plan:
             if before is None or eqn.primitive.name not in MOVES:
                 continue
             for moved in extend_view(before, eqn, 0) or ():
+                # Not through a broadcast: the cotangent before it is a sum of those
+                # behind.
                 if moved and moved.axes is not None and moved.is_isometry:
                     self.perturbed_by[eqn.outvars[0]] = moved
         for var in eqn.outvars:
@@ -256,6 +282,7 @@ class Plan:
     def perturbed_before(self, eqn: Eqn, rules: dict[int, Rule]) -> View | None:
         """The summand of a parameter, if it is perturbed and as large as the sum."""
         name = eqn.primitive.name
+        # In `w - y`, the cotangents of the difference and of `y` have opposite signs.
         if name not in SUMS or len(rules) != 1 or (name == "sub" and 0 in rules):
             return None
         (position,) = rules
@@ -275,10 +302,13 @@ class Plan:
         """Includes the plans of a call, or of `steps` of a loop, if it has sites."""
         if not any(plan.steps for plan in plans):
             return
-        self.steps[index] = step, sum(len(plan.perturbations) for plan in plans)
+        num = sum(len(plan.perturbations) for plan in plans)
+        self.steps[index] = PlannedStep(step, num)
+        # Every step of a loop has a perturbation and an operand of its own.
         stacked = lambda s: _Struct((*steps, *s.shape), s.dtype)
         for plan in plans:
             for site in plan.sites:
+                # An inner plan numbers from 0; here, its numbers follow those before.
                 of_site = site.operand, site.which
                 operand, which = (
                     None if x is None else x + len(self.operands) for x in of_site

@@ -19,6 +19,7 @@ from .._base.jaxprs import run_jaxpr
 from .._base.mesh import is_on_mesh, vary_as, zeros_like
 from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
+from .._batch.rows import Rows
 from .axes import Axes
 from .factors import Factors
 from .finder import Finder, Inputs, views_of
@@ -54,9 +55,13 @@ class Directions:
         back to it in place of all directions; None for no such output.
     """
 
-    seeds: Callable[[list[Array], list[Array]], Seeds]
+    seeds: Callable[[list[Array], Rows], Seeds]
     axes: Axes = ()
     paired: Sequence[int | None] = ()
+
+    def __repr__(self) -> str:
+        along = ", ".join(map(repr, self.axes))
+        return f"<directions along {along}>" if along else "<a single direction>"
 
 
 # The gradient of a loss, which is the only differentiated output.
@@ -130,7 +135,10 @@ class Program:
             fallbacks = dict.fromkeys(leaves, reason)
         num = len(self.jaxpr.outvars)
         self.num_outputs = num if num_outputs is None else num_outputs
+        # Sites matter only for outputs that are differentiated.
         live = [i < self.num_outputs for i in range(num)]
+        # A search finds leaves that no rule covers. It is repeated without them until
+        # it finds none.
         while True:
             finder = Finder(order)
             inputs: Inputs = [None for _ in avals]
@@ -181,40 +189,35 @@ class Program:
         """The types of the values."""
         return jax.eval_shape(lambda: self.values(self.traced.zeros()[0]))
 
-    def factors(
-        self, rows: list[Array], axes: Sequence[int], directions: Directions
-    ) -> Factors:
-        """The factors of some examples, which are the `rows` along these axes.
-
-        Without rows, there is one example.
-        """
-        one = lambda rows: self.of_example(rows, [directions])
-        if rows:
-            found = jax.vmap(one, ([*axes],))(rows)
-        else:
-            found = jax.tree.map(lambda x: x[None], one(rows))
-        (pulled,) = found.pulled
+    def factors(self, rows: Rows, directions: Directions) -> Factors:
+        """The factors of some examples, or of a single one."""
+        examples = rows.of_each(lambda row: self.of_example(row, [directions]))
+        if not rows.axes:
+            # Factors have an axis of examples, also of a single one.
+            examples = jax.tree.map(lambda x: x[None], examples)
+        # Outputs have their examples along axis 0, whatever the axes of the rows.
+        (pulled,) = examples.pulled
         return Factors(
-            found.operands,
+            examples.operands,
             pulled.cotangents,
             directions.axes,
-            found.outs[0].shape[0],
+            examples.outs[0].shape[0],
             self.values(),
-            outs=found.outs,
+            outs=examples.outs,
             curve=pulled.curve,
         )
 
     def of_example(
         self,
-        rows: list[Array],
+        example: Rows,
         directions: Sequence[Directions],
         leaves: list[Array] | None = None,
     ) -> OfExample:
         """The factors of one example, at the program's leaves or at others."""
         leaves = self.leaves if leaves is None else leaves
-        outs, operands, pullback = self.linearize(leaves, rows)
+        outs, operands, pullback = self.linearize(leaves, example.arrays)
         seeded = outs[: self.num_outputs]
-        pulled = [_pulled(x, seeded, rows, pullback) for x in directions]
+        pulled = [_pulled(x, seeded, example, pullback) for x in directions]
         return OfExample(outs, operands, pulled)
 
     def linearize(
@@ -234,12 +237,14 @@ class Program:
 
         def run(perturbations: Values) -> tuple[list, tuple[list, list]]:
             outs, operands, _ = self.evaluate(leaves, example, perturbations)
+            # What is not differentiated comes along as auxiliary outputs.
             return outs[:num], (outs[num:], operands)
 
         run = jax.checkpoint(run) if remat else run
         point = self.zeros(leaves, example) if point is None else point
-        outs, pullback, (rest, operands) = jax.vjp(run, point, has_aux=True)
-        return Linearized([*outs, *rest], operands, lambda seeds: pullback(seeds)[0])
+        outs, pullback, (constant, operands) = jax.vjp(run, point, has_aux=True)
+        outs = [*outs, *constant]
+        return Linearized(outs, operands, lambda seeds: pullback(seeds)[0])
 
     def zeros(self, leaves: Values, example: Values) -> list[Array]:
         """Perturbations of zero."""
@@ -258,9 +263,12 @@ class Program:
         of_leaves = [leaves[leaf] for leaf in self._perturbed]
         if perturbations is not None:
             perturbations = list(perturbations)
+            # Perturbations of leaves come last, so they are taken off the end in
+            # reverse.
             for leaf in reversed(self._perturbed):
                 leaves[leaf] = leaves[leaf] + perturbations.pop()
         args = [*leaves, *example]
+        # Without a plan, effects stay where the program has them.
         if self.jaxpr.effects:
             return Run(run_jaxpr(self.jaxpr, self._consts, args), [], of_leaves)
         outs, operands, perturbed = self._plan.run(args, perturbations)
@@ -270,11 +278,11 @@ class Program:
 def _pulled(
     directions: Directions,
     outs: list[Array],
-    rows: list[Array],
+    example: Rows,
     pullback: Callable[[list[Array]], list[Array]],
 ) -> Pulled:
     """The cotangents of one example, along the axes of the directions."""
-    seeds, curve = directions.seeds(outs, rows)
+    seeds, curve = directions.seeds(outs, example)
 
     def pull(seeds: Sequence[Array | None]) -> list[Array]:
         # Seeds may be the same for all examples and devices; outputs are not.
@@ -299,6 +307,8 @@ def _pulled(
         # What is not used of the result of a pullback is not computed.
         cotangents = jax.vmap(pull)(flat)
     cotangents = [d.reshape(*lead, *d.shape[1:]) for d in cotangents]
+    # An entry of these cotangents is a multiple of one entry of the output, so that
+    # ones give all of them at once: an axis of size 1 in place of all directions.
     for number in {*directions.paired} - {None}:
         ones = [jnp.full_like(out, i == number) for i, out in enumerate(outs)]
         for i, x in enumerate(pull(ones)):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
 from .._base.tables import AbstractTabular, shape_text, Table
 from .._base.traced_function import TracedFunction
@@ -73,8 +74,11 @@ class SitesReport(AbstractTabular):
 
     @property
     def table(self) -> Table:
-        rows = [("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")]
+        rows: list[tuple[str, ...]] = [
+            ("leaf", "shape", "sites", "contraction", "K-FAC", "kFLOP", "kB")
+        ]
         for leaf in self.leaves:
+            # A leaf in an unrolled loop has many uses that are alike.
             counts = collections.Counter(leaf.sites).items()
             sites = [f"{num} x {name}" if num > 1 else name for name, num in counts]
             texts = (
@@ -84,13 +88,16 @@ class SitesReport(AbstractTabular):
                 leaf.contraction,
             )
             rows.append((*texts, leaf.kfac, *_thousands(leaf.flops, leaf.bytes)))
+        # What `method="auto"` compares.
         for name, *cost in (
             ("by sites", self.flops, self.bytes),
             ("materialised", self.materialised_flops, self.materialised_bytes),
         ):
             rows.append((name, "", "", "", "", *_thousands(*cost)))
+        # Reasons are sentences, too long for a column.
         notes = [f'method="auto" is "{self.method}"']
         notes += [f"{leaf.path}: {leaf.reason}" for leaf in self.leaves if leaf.reason]
+        # A leaf without a rule has no Kronecker factors for the same reason.
         notes += [
             f"{leaf.path}: no Kronecker factors, as {leaf.kfac_reason}"
             for leaf in self.leaves
@@ -99,20 +106,23 @@ class SitesReport(AbstractTabular):
         return Table(rows, num_texts=5, num_sums=2, notes=notes)
 
 
-def _thousands(flops: float, traffic: float) -> tuple[str, str]:
-    return f"{flops / 1e3:,.1f}", f"{traffic / 1e3:,.1f}"
+def _thousands(*costs: float) -> list[str]:
+    return [f"{cost / 1e3:,.1f}" for cost in costs]
 
 
 def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     """The report on a function of leaves at these paths."""
     program = Program(traced)
     table = program.table
+    # The costs that clipping compares to choose its method.
     contractions = choose(program)
     by_sites = total_cost(contraction.cost for contraction in contractions)
     materialised = vmapped_cost(table)
+    # Blocks join leaves, so they are found for all leaves at once.
     kfac = _kfac(table, paths)
     leaves = []
     for contraction, path in safe_zip(contractions, paths):
+        # The site of a leaf without a rule is the leaf itself, and tells nothing.
         leaf = contraction.leaf
         reason = table.fallbacks.get(leaf)
         leaves.append(
@@ -124,10 +134,11 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
                 flops=contraction.cost.flops,
                 bytes=contraction.cost.bytes,
                 reason=reason,
-                kfac=kfac[leaf][0],
-                kfac_reason=kfac[leaf][1],
+                kfac=kfac[leaf].text,
+                kfac_reason=kfac[leaf].reason,
             )
         )
+    # Both totals are without the forward and backward pass, which they share.
     return SitesReport(
         leaves=tuple(leaves),
         method="sites" if prefers_sites(table, contractions) else "materialise",
@@ -138,18 +149,26 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     )
 
 
-def _kfac(table: SiteTable, paths: list[str]) -> dict[int, tuple[str, str | None]]:
-    """The block of each leaf in `filter_kfac`, and why it has no factors, if so."""
-    rows: dict[int, tuple[str, str | None]] = {}
+class _Block(NamedTuple):
+    """The block of a leaf in `filter_kfac`, and why it has no factors, if so."""
+
+    text: str
+    reason: str | None = None
+
+
+def _kfac(table: SiteTable, paths: list[str]) -> dict[int, _Block]:
+    """The block of each leaf in `filter_kfac`."""
+    blocks: dict[int, _Block] = {}
     for part in parts_of(table, None):
-        first, *rest = part.leaves
-        rows[first] = str(part), part.reason
-        rows.update((leaf, (f"with {paths[first]}", None)) for leaf in rest)
+        first, *biases = part.leaves
+        blocks[first] = _Block(str(part), part.reason)
+        blocks.update((leaf, _Block(f"with {paths[first]}")) for leaf in biases)
+    # Last, because such a leaf is refused whatever its block would be.
     for leaf, _ in enumerate(paths):
         other = multiplied(table, leaf)
         if other is not None:
-            rows[leaf] = "refused", f"it is multiplied with {paths[other]}"
-    return rows
+            blocks[leaf] = _Block("refused", f"it is multiplied with {paths[other]}")
+    return blocks
 
 
 def _name_of_site(site: Site) -> str:

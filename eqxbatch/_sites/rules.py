@@ -34,6 +34,7 @@ def find_rule(eqn: Eqn, index: int) -> Rule | None:
     rule = _RULES[name](eqn, index) if name in _RULES else None
     if rule is None:
         return None
+    # Two rules of a primitive differ only by the input, by types and by parameters.
     avals = [str(atom.aval) for atom in (*eqn.invars, *eqn.outvars)]
     return dataclasses.replace(rule, key=f"{name}[{index}]({avals}, {eqn.params})")
 
@@ -65,10 +66,10 @@ def _dot_general(eqn: Eqn, index: int) -> Rule:
     # Axes with one name are one axis: JAX puts those of the result in a fixed order.
     names: list[AxisNames] = []
     for side, shape in enumerate((left, right)):
-        known = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
-        known.update((axis, f"c{i}") for i, axis in enumerate(contracted[side]))
+        named = {axis: f"b{i}" for i, axis in enumerate(batched[side])}
+        named.update((axis, f"c{i}") for i, axis in enumerate(contracted[side]))
         axes = range(len(shape))
-        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in axes))
+        names.append(tuple(named.get(axis, f"{'lr'[side]}{axis}") for axis in axes))
     free = (name for axes in names for name in axes if name[0] in "lr")
     return Rule(
         kind="dot_general",
@@ -102,6 +103,7 @@ def _elementwise(eqn: Eqn, index: int) -> Rule | None:
         named.append(tuple(axis(i, size) for i, size in enumerate(shape)))
         sizes |= sizes_by_name(named[-1], shape)
     d_axes, w_axes, a_axes = numbered("m", len(out)), named[index], named[1 - index]
+    # The derivative of a sum needs no other value, so there is no operand.
     if name in SUMS:
         scale = -1.0 if name == "sub" and index == 1 else 1.0
         repeat = lambda _, w: jnp.broadcast_to(-w if scale < 0 else w, out)
@@ -110,6 +112,7 @@ def _elementwise(eqn: Eqn, index: int) -> Rule | None:
     is_of_inverse = name == "div" and index == 1
     if is_of_inverse and is_complex(eqn.outvars[0].aval):
         return None
+    # A quotient is a product with one over the divisor.
     if name == "div":
         op = lambda a, w: w * a
         operand = operand if is_of_inverse else lambda ins: 1 / ins[1]
@@ -129,6 +132,7 @@ def _in_place(eqn: Eqn, index: int) -> Rule | None:
         return None
 
     def put(w: Array) -> Array:
+        # All but the parameter is zero, except for literals that say where it goes.
         ins = [
             literal(atom) if atom in starts else full_varying_as(atom.aval, 0)
             for atom in eqn.invars
@@ -178,12 +182,15 @@ def _convolved_kernel(eqn: Eqn, index: int) -> Rule | None:
     gradient is `einsum("niklst,nost->oikl", patches, d)`.
     """
     params = eqn.params
+    # As the first input, or in groups along the batch as in the derivative of a
+    # convolution, a parameter is no kernel of patches.
     if index != 1 or params["batch_group_count"] != 1:
         return None
     lhs_shape, rhs_shape, out_shape = _shapes(eqn)
     numbers = params["dimension_numbers"]
     groups = params["feature_group_count"]
     lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    # Sizes in space, in the order that the convolution has them in.
     kernel = tuple(rhs_shape[axis] for axis in rhs_spec[2:])
     out = tuple(out_shape[axis] for axis in out_spec[2:])
     kernel_axes, out_axes = numbered("k", len(kernel)), numbered("t", len(out))
@@ -192,11 +199,14 @@ def _convolved_kernel(eqn: Eqn, index: int) -> Rule | None:
     features = lhs_shape[lhs_spec[1]] // groups
     outputs = rhs_shape[rhs_spec[0]] // groups
     batch = lhs_shape[lhs_spec[0]]
+    # Of the kernel and the output, any axis may be that of features. With groups, it
+    # has two names, because it is both.
     named = lambda spec, *names: [names[spec.index(axis)] for axis in range(len(spec))]
     of_w = named(rhs_spec, (*grouped, "o"), ("i",), *safe_zip(kernel_axes))
     of_y = named(out_spec, ("n",), (*grouped, "o"), *safe_zip(out_axes))
     lead = (batch, groups) if groups > 1 else (batch,)
 
+    # Patches and cotangents have one order of axes, whatever the convolution's own.
     def expand(lhs: Array) -> Array:
         seen = patches(jnp.transpose(lhs, lhs_spec), kernel, out, params)
         return seen.reshape(*lead, features, *kernel, *out)
@@ -241,6 +251,7 @@ def _gather(eqn: Eqn, index: int) -> Rule | None:
         return None
     # If an index breaks the promise to be in bounds, JAX's gradient drops it, too.
     is_dropping = params["mode"] != lax.GatherScatterMode.CLIP
+    # An index may have a column for each of several axes.
     column = numbers.start_index_map.index(token)
     token_size = table[token]
 
@@ -292,18 +303,22 @@ def _ragged_dot(eqn: Eqn, index: int) -> Rule | None:
     `m` of shape `(5, 4)`, one where a token meets an expert, the gradient is
     `einsum("tc,tr,tg->gcr", x, d, m)`.
     """
+    # As tokens, a parameter has no rule.
     if index != 1:
         return None
     axes: RaggedAxes = eqn.params["axes"]
     left, right, _, _ = _shapes(eqn)
     names: list[AxisNames] = []
     for side, (shape, summed) in enumerate(safe_zip((left, right), axes.contracted)):
-        known = {axis: f"c{i}" for i, axis in enumerate(summed)}
-        known |= {axes.groups: "group"} if side == 1 else {}
+        # As in a matrix product. Only the matrices have an axis of groups: `which` says
+        # which of them a row meets.
+        named = {axis: f"c{i}" for i, axis in enumerate(summed)}
+        named |= {axes.groups: "group"} if side == 1 else {}
         sides = range(len(shape))
-        names.append(tuple(known.get(axis, f"{'lr'[side]}{axis}") for axis in sides))
+        names.append(tuple(named.get(axis, f"{'lr'[side]}{axis}") for axis in sides))
     num, params = left[axes.rows], eqn.params
 
+    # Groups differ between examples, so they come with the operand.
     def op(a: tuple[Array, Array], w: Array) -> Array:
         lhs, which = a
         return product_with_groups(lhs, w, which, **params)
@@ -317,6 +332,7 @@ def _ragged_dot(eqn: Eqn, index: int) -> Rule | None:
         w_axes=names[1],
         sizes=sizes_by_name(names[0], left) | sizes_by_name(names[1], right),
         group="group",
+        # From the sizes of groups to the group of each row.
         which=lambda ins: groups_of_rows(ins[2], num),
         which_axes=(names[0][axes.rows],),
     )
@@ -326,18 +342,20 @@ def _axis_of_rows(params: dict[str, Any], table: tuple[int, ...]) -> int | None:
     """The axis of a table along which rows are selected; None if not exactly one."""
     index_map = params["dimension_numbers"].start_index_map
     sizes = params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen:  # A table with one row: any axis of size 1 will do.
-        chosen = [axis for axis in index_map if table[axis] == 1][:1]
-    others = [axis for axis in index_map if axis not in chosen]
+    selected = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    if not selected:  # A table with one row: any axis of size 1 will do.
+        selected = [axis for axis in index_map if table[axis] == 1][:1]
+    whole = [axis for axis in index_map if axis not in selected]
     mode, modes = params["mode"], lax.GatherScatterMode
     if mode not in (modes.FILL_OR_DROP, modes.CLIP, modes.PROMISE_IN_BOUNDS):
         return None
-    if len(chosen) != 1 or sizes[chosen[0]] != 1:
+    if len(selected) != 1 or sizes[selected[0]] != 1:
         return None
-    if others and mode == modes.FILL_OR_DROP:
+    # Along the others, rows are as long as the table. Their index is clipped to 0, but
+    # an index that is dropped would drop the row, which tokens do not tell.
+    if whole and mode == modes.FILL_OR_DROP:
         return None
-    return chosen[0] if chosen[0] in index_map else None
+    return selected[0] if selected[0] in index_map else None
 
 
 def _selected_rows(
@@ -383,12 +401,13 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
     """
     table = eqn.invars[0].aval.shape
     sizes = eqn.params["slice_sizes"]
-    chosen = [axis for axis, size in enumerate(sizes) if size != table[axis]]
-    if not chosen and 1 in table:
-        chosen = [table.index(1)]
-    if index != 0 or len(chosen) != 1 or sizes[chosen[0]] != 1:
+    selected = [axis for axis, size in enumerate(sizes) if size != table[axis]]
+    # Of a table with a single row, any axis of size 1 will do.
+    if not selected and 1 in table:
+        selected = [table.index(1)]
+    if index != 0 or len(selected) != 1 or sizes[selected[0]] != 1:
         return None
-    (token,) = chosen
+    (token,) = selected
 
     def operand(ins: Values) -> Integer[Array, ""]:
         return _selected_rows(ins[1 + token], table[token], drops=False)

@@ -103,8 +103,11 @@ class Rule:
 
     def __repr__(self) -> str:
         listed = lambda axes: f"({', '.join(axes)})"
-        operand = "" if self.operand is None else f"a{listed(self.a_axes)} "
-        factors = f"{operand}d{listed(self.d_axes)}"
+        operand = "a" if self.token is None else "tokens"
+        factors = [] if self.operand is None else [f"{operand}{listed(self.a_axes)}"]
+        if self.group is not None:
+            factors.append(f"m{listed((*self.which_axes, self.group))}")
+        factors = " ".join([*factors, f"d{listed(self.d_axes)}"])
         return f"{self.kind}: {factors} -> w{listed(self.w_axes)}"
 
     @property
@@ -146,7 +149,7 @@ class Site:
     is_in_branch: bool = False
 
     def __repr__(self) -> str:
-        loops = "".join(f", {loop.length} steps" for loop in self.loops)
+        loops = "".join(f", {loop!r}" for loop in self.loops)
         operand = "" if self.operand is None else f", a = operand {self.operand}"
         factors = f"d = cotangent {self.perturbation}{operand}"
         return f"<{self.view!r} in {self.rule!r}{loops}; {factors}>"
@@ -163,7 +166,8 @@ class Site:
     def within(self, loop: Loop) -> "Site":
         """The site in the body of a `scan`."""
         of_view = [steps for steps in self.view.loops if steps.loop == loop]
-        (steps,) = of_view or [Steps(loop, loop[1], is_sliced=False)]
+        # A view that the loop does not slice is the same in each step.
+        (steps,) = of_view or [Steps(loop, loop.length, is_sliced=False)]
         return dataclasses.replace(self, loops=(steps, *self.loops))
 
     @property
@@ -174,6 +178,7 @@ class Site:
 
     @property
     def sizes(self) -> dict[str, int]:
+        # Factors have the axes of loops before those that the rule names.
         steps = {f"loop{i}": loop.length for i, loop in enumerate(self.loops)}
         return {**steps, **self.rule.sizes}
 
@@ -210,6 +215,7 @@ class Site:
     def output(self, a: Any, view: Array) -> Array:
         """The output of the site for one example, linear in the view."""
         op = self.rule.op
+        # The last one that is mapped has the first axis: it must be the outermost.
         for loop in reversed(self.loops):
             in_axes = (None if a is None else 0, 0 if loop.is_sliced else None)
             op = jax.vmap(op, in_axes, axis_size=loop.length)
@@ -222,7 +228,8 @@ class Site:
         for around in reversed(self.loops):
             axis = 0 if around.loop in self.source.loops else None
             in_axes = (None if a is None else 0, axis)
-            op = jax.vmap(op, in_axes, axis_size=around.loop[1])
+            # All steps, where `around.length` counts only those that use the leaf.
+            op = jax.vmap(op, in_axes, axis_size=around.loop.length)
         return op(a, source)
 
     def at_steps(self, x: Array, axis: int) -> Array:
@@ -241,6 +248,7 @@ class Site:
 
         `operand` and `which` are the new indices, if it has these.
         """
+        # Such factors were cut to these steps before, by `at_steps`.
         loops = tuple(dataclasses.replace(loop, start=None) for loop in self.loops)
         return dataclasses.replace(
             self,
@@ -272,15 +280,21 @@ def leaf_site(leaf: int, like: Array | _Struct, perturbation: int) -> Site:
 def is_allowed(form: Form, site: Site, other: Site) -> bool:
     """Whether a form of contraction is exact for two sites of one kind of leaf."""
     if form == "gram":
+        # The product of two real parts is no contraction of the factors.
         if site.takes_real_part or other.takes_real_part:
             return False
+        # Fixed directions have inner products with any gradients, formed or not.
         if has_few_directions(site) or has_few_directions(other):
             return not (site.is_complex or other.is_complex)
+        # The inner product is zero.
         if site.view.is_apart(other.view):
             return True
+        # Either the axes of both are those of the leaf, which tell what meets, or both
+        # are pulled back by one function that keeps inner products.
         have_axes = has_named_axes(site) and has_named_axes(other)
         return (have_axes or _same_isometry(site, other)) and not _cross(site, other)
     sites = (site, other)
+    # Perturbations are real, and second derivatives contract two factors only.
     if any(x.is_complex or x.which is not None for x in sites):
         return False
     return form == "hessian" or all(
@@ -293,13 +307,16 @@ def has_named_axes(site: Site) -> bool:
     axes = site.view.axes
     if axes is None or site.rule.splits:
         return False
-    known = [axis for axis in axes if axis is not None]
-    return len(known) == len(set(known))
+    # None is an axis along which the leaf is repeated: a contraction sums over it. If
+    # two axes are one of the leaf, as on a diagonal, the gradient is no contraction.
+    of_leaf = [axis for axis in axes if axis is not None]
+    return len(of_leaf) == len(set(of_leaf))
 
 
 def has_few_directions(site: Site) -> bool:
     """Whether a site has only a few real numbers, computed from a whole leaf."""
     view = site.view
+    # In a loop, every step may have directions of its own.
     is_plain = not (has_named_axes(site) or site.loops or site.rule.token)
     is_real = not (site.is_complex or view.is_complex)
     return is_plain and is_real and math.prod(view.shape) <= _MOST_DIRECTIONS
@@ -307,6 +324,8 @@ def has_few_directions(site: Site) -> bool:
 
 def axes_of(site: Site, side: int) -> dict[str, Axis]:
     """The axes of a site by name. Two sites have axes of a leaf or view in common."""
+    # What is no axis of the leaf stays a position, also where the leaf is repeated:
+    # gradients are summed there.
     by_name = {name: Axis(Role.POSITION, name, side) for name in site.sizes}
     if has_named_axes(site):
         assert site.view.axes is not None
@@ -314,6 +333,8 @@ def axes_of(site: Site, side: int) -> dict[str, Axis]:
             if axis is not None:
                 by_name[name] = Axis(Role.LEAF, axis)
     else:
+        # Axes of a view are common to two sites only if the views are equal, which
+        # `is_allowed` asks before.
         numbered = enumerate(site.w_axes)
         by_name.update((name, Axis(Role.VIEW, i)) for i, name in numbered)
     return by_name
@@ -323,6 +344,7 @@ def positions(site: Site) -> list[str]:
     """The axes of a site's factors that `w` lacks; the gradient sums over them."""
     by_name = axes_of(site, 0)
     names = dict.fromkeys((*site.a_axes, *site.d_axes))
+    # A sum along an axis of size 1 is no sum.
     return [x for x in names if by_name[x].is_position and site.sizes[x] != 1]
 
 
@@ -331,6 +353,7 @@ def is_sum(sites: Sequence[Site], apart: Collection[str] = ()) -> bool:
 
     These may nearly cancel. Positions along the axes in `apart` are not summed.
     """
+    # Only a view of another kind may add entries up where it is pulled back.
     keeps_apart = lambda site: has_named_axes(site) or site.view.is_isometry
     sums = lambda site: {*positions(site)}.difference(apart) or not keeps_apart(site)
     return len(sites) > 1 or any(map(sums, sites))
@@ -350,6 +373,7 @@ def _kind_of_view(site: Site) -> Hashable:
     """A key that is equal for two sites that have the same view."""
     shape = tuple(site.sizes[name] for name in site.w_axes)
     view = site.view
+    # The same slices, whichever loop takes them.
     parts = tuple((steps.start, steps.length) for steps in view.loops)
     return (has_named_axes(site), view.key, parts, site.rule.splits, shape)
 
@@ -361,6 +385,7 @@ def _cross(site: Site, other: Site) -> bool:
     """
     if site.rule.token is None or other.rule.token is None:
         return False
+    # Each side has a number of its own, so that only axes of the leaf are equal.
     sides = site, other
     axes = [axes_of(x, number) for number, x in enumerate(sides)]
     tokens = [by_name[str(x.rule.token)] for x, by_name in safe_zip(sides, axes)]

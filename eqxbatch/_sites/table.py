@@ -37,10 +37,15 @@ class SiteTable:
     fallbacks: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
-        found = lambda leaf: self.fallbacks.get(leaf) or self.of(leaf) or "not used"
-        lines = (f"leaf {i} {x.shape}: {found(i)}" for i, x in enumerate(self.leaves))
+        lines = []
+        for leaf, x in enumerate(self.leaves):
+            uses = [repr(site) for site in self.of(leaf)] or ["not used"]
+            # The site of a leaf without a rule is the leaf itself.
+            uses = [self.fallbacks[leaf]] if leaf in self.fallbacks else uses
+            lines += [f"leaf {leaf} {x.shape}", *(f"    {use}" for use in uses)]
         return "\n".join(lines)
 
+    # Asked for each leaf, so a search through all sites would be quadratic in depth.
     @functools.cached_property
     def _by_leaf(self) -> dict[int, list[Site]]:
         sites: dict[int, list[Site]] = collections.defaultdict(list)
@@ -55,6 +60,7 @@ class SiteTable:
     def family(self, leaf: int) -> Hashable:
         """A key that is equal for leaves whose sites are equal functions."""
         struct = self.leaves[leaf]
+        # On a mesh, leaves may differ in the axes along which they vary over devices.
         key = [struct.shape, struct.dtype, varying(jax.typeof(struct))]
         key.append(leaf in self.fallbacks)
         for site in self.of(leaf):
@@ -65,6 +71,8 @@ class SiteTable:
             key += [view.key, view.loops, rule.kind, rule.key, site.loops]
             key += [(struct.shape, struct.dtype) for struct in structs]
             key += [site.is_complex, site.is_coupled, site.is_reverse]
+            # Keys do not tell which values a view reads, so such a leaf is like no
+            # other.
             if site.source is not None or view.reads:
                 key.append(leaf)
         return tuple(key)

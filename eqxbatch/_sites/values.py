@@ -9,7 +9,7 @@ derivative is a sum of views.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from .._base.trees import safe_zip
 from .views import Loop, Loops, merged_loops, Values, View
 
 
+# The numbers of nodes. A node is made after all that it is computed from.
 _ORDERS = itertools.count()
 
 
@@ -78,6 +79,18 @@ class Node:
     coupled: frozenset[int] = frozenset()
     order: int = dataclasses.field(init=False, default_factory=_ORDERS.__next__)
 
+    def __repr__(self) -> str:
+        if self.leaf is not None:
+            source = f"leaf {self.leaf}"
+        elif self.run is None:
+            source = "a constant"
+        else:
+            num = len(self.inputs)
+            source = f"computed from {num} value{'s' * (num != 1)}"
+        views = ", ".join(map(repr, self.views))
+        derivative = f"; views: {views}" if views else ""
+        return f"<value {self.shape}: {source}{derivative}>"
+
     @classmethod
     def of(cls, aval: Aval, varies: bool, **settings: Any) -> "Node":
         """A node of this type that is computed from no other one."""
@@ -95,6 +108,7 @@ class Node:
 
     def sliced(self, loop: Loop) -> "Node":
         """Its slices along the first axis, for the body of a scan."""
+        # A loop adds a leading axis to the value, and takes it off the shape in a step.
         changes = {"loops": (*self.loops, loop), "shape": self.shape[1:]}
         changes |= {"views": tuple(view.scanned(loop) for view in self.views)}
         changes |= {"curved": self.curved, "coupled": self.coupled}
@@ -106,6 +120,7 @@ class Node:
 
     def inverse(self) -> "Node":
         """One over it, elementwise."""
+        # Elementwise in a value, and so in what that is elementwise in.
         bases = self.bases or (self,)
         return self._then(lambda x: [1 / x], bases=bases, is_linear=False)
 
@@ -122,10 +137,11 @@ def output_nodes(
 ) -> list[Node]:
     """Some of the outputs of an equation whose inputs are nodes."""
     loops = merged_loops(*(node.loops for node in inputs))
+    # All outputs have one `run`, so that `evaluated` runs an equation once.
     run = _in_loops(run_equation(jaxpr, eqn, outs), loops, inputs)
     varies = any(node.varies for node in inputs) and not is_flat(eqn)
     is_reverse = any(node.is_reverse for node in inputs) or _is_reverse(eqn)
-    bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else ((), True)
+    bases, is_linear = _bases(jaxpr, eqn, inputs) if varies else _Bases((), True)
     return [
         Node(
             loops,
@@ -146,6 +162,7 @@ def output_nodes(
 def _in_loops(
     run: Callable[..., list], loops: Loops, inputs: tuple[Node, ...]
 ) -> Callable[..., list]:
+    # Outermost last, so that it has the first axis.
     for loop in reversed(loops):
         axes = [0 if loop in node.loops else None for node in inputs]
         run = jax.vmap(run, axes)
@@ -170,6 +187,8 @@ def pushforward_of(
     put = lambda values: lambda x: run(*values[:position], *x, *values[position + 1 :])
     derivative: Derivative = "both"
     if _is_reverse(eqn):
+        # A `custom_vjp` has no forward mode, but the transpose of its backward pass is
+        # one, if that is linear.
         zeros = [full_varying_as(atom.aval, 0) for atom in eqn.invars]
         name, point = f"`{name_of(eqn)}`", [zeros[position]]
         derivative = derivative_of(name, put(zeros), point)
@@ -182,29 +201,38 @@ def pushforward_of(
     return None if derivative == "rows" else push
 
 
-def _bases(
-    jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...]
-) -> tuple[tuple[Node, ...], bool]:
-    """The nodes in which an equation's outputs are elementwise, and if linearly so.
+class _Bases(NamedTuple):
+    """The nodes in which a value is elementwise, and whether it is linear in them.
 
-    Without such nodes, whether the equation is linear in its inputs.
+    Without such nodes, whether it is linear in the inputs of its equation.
     """
+
+    nodes: tuple[Node, ...]
+    is_linear: bool
+
+
+def _bases(jaxpr: Jaxpr, eqn: Eqn, inputs: tuple[Node, ...]) -> _Bases:
+    """The nodes in which an equation's outputs are elementwise."""
     name, shape = name_of(eqn), eqn.outvars[0].aval.shape
+    # Constants, and what has a derivative of zero, may have any shape and do anything.
     varying = [node for node in inputs if node.varies]
     is_linear = _is_linear_equation(eqn, [node.varies for node in inputs])
+    # An input that is broadcast has entries that several outputs depend on.
     if any(node.shape != shape for node in varying):
-        return (), is_linear
+        return _Bases((), is_linear)
+    # Of a custom derivative, the rule counts; of anything else, the table.
     if name == "custom_jvp_call":
         is_known = len(eqn.outvars) == 1 and _has_elementwise_rule(jaxpr, eqn)
     else:
         is_known = name in _ELEMENTWISE and _is_real(eqn)
     if not is_known:
-        return (), is_linear
+        return _Bases((), is_linear)
+    # Elementwise in the inputs, and so in what these are elementwise in.
     bases: dict[Node, None] = {}
     for node in varying:
         bases.update(dict.fromkeys(node.bases or (node,)))
     are_linear = all(node.is_linear for node in varying if node.bases)
-    return tuple(bases), is_linear and are_linear
+    return _Bases(tuple(bases), is_linear and are_linear)
 
 
 def _is_linear_equation(eqn: Eqn, varying: list[bool]) -> bool:
@@ -214,6 +242,7 @@ def _is_linear_equation(eqn: Eqn, varying: list[bool]) -> bool:
         return sum(varying) == 1
     if name == "div":
         return not varying[1]
+    # A selection is linear in what is selected, not in the condition.
     return name in _JOINTLY_LINEAR or (name == "select_n" and not varying[0])
 
 
@@ -248,11 +277,13 @@ def _has_elementwise_rule(jaxpr: Jaxpr, eqn: Eqn) -> bool:
         return jax.jvp(run, (ins,), (tangents,))[1]
 
     def second() -> Values:
+        # The point, the direction of the first derivative, and changes of both.
         ins, *tangents = (
             [full_varying_as(atom.aval, 0) for atom in eqn.invars] for _ in range(4)
         )
         return jax.jvp(first, (ins, tangents[0]), (tangents[1], tangents[2]))[1]
 
+    # This program has those of the first derivative and of the rule in it.
     return _is_elementwise(jax.make_jaxpr(second)().jaxpr, shape)
 
 
@@ -291,20 +322,24 @@ def nodes_up_to(
         if node not in needed and not is_known(node):
             needed[node] = None
             stack += node.inputs
+    # Nothing comes before its inputs, which have smaller numbers.
     return sorted(needed, key=lambda node: node.order)
 
 
 def slope_of(node: Node, base: Node) -> Node:
     """The elementwise derivative of a node with respect to one of its bases."""
+    # What leads from the base to the node is run again; all other inputs are values.
     is_before = lambda x: x is base or base not in x.bases
     between = nodes_up_to([node], is_before)
-    others = itertools.chain(*(x.inputs for x in between))
-    inputs = tuple(dict.fromkeys([base, *(x for x in others if x not in between)]))
+    read = itertools.chain(*(x.inputs for x in between))
+    inputs = tuple(dict.fromkeys([base, *(x for x in read if x not in between)]))
 
     def run(*values: Array) -> Values:
-        known = dict(safe_zip(inputs, values))
-        along = lambda x: evaluated([node], [], {**known, base: x})[node]
-        return [jax.jvp(along, (known[base],), (jnp.ones_like(known[base]),))[1]]
+        of_inputs = dict(safe_zip(inputs, values))
+        along = lambda x: evaluated([node], [], {**of_inputs, base: x})[node]
+        # Entries do not mix, so the direction of ones has the slope of each.
+        x = of_inputs[base]
+        return [jax.jvp(along, (x,), (jnp.ones_like(x),))[1]]
 
     return node._then(run, inputs=inputs, varies=False)
 

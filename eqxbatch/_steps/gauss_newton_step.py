@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Concatenate, Generic, Literal
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import jax.scipy.linalg as jsl
 import jax.tree_util as jtu
-from jax import lax
 from jaxtyping import Array, Float, PyTree
 
 from .._base.checks import check_callable
@@ -21,10 +18,10 @@ from .._base.dtypes import (
     as_real,
     widened,
 )
-from .._base.mesh import error_if, spec_of, vary_as
+from .._base.mesh import spec_of, vary_as
 from .._base.platforms import exact_products
 from .._base.traced_function import TracedFunction
-from .._base.trees import described, import_extra, log, safe_zip, shown
+from .._base.trees import described, log, safe_zip, shown
 from .._base.types import AnyArray, as_jax
 from .._batch.arguments import Arguments, Dtype
 from .._batch.derivative import AbstractDerivative, like_parameters
@@ -42,8 +39,8 @@ from .._batch.transform import (
 )
 from .._curvature.matrices import filter_ggn
 from .._curvature.pytree import joined, Unravel
+from .damped_solver import DampedSolver, DENSE
 from .residuals import (
-    in_range,
     JoinedTerms,
     Residuals,
     ResidualTerm,
@@ -262,9 +259,9 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
                         f"`{name}` must not be negative, NaN or infinite; got {number}."
                     )
         is_solver = hasattr(self.solver, "compute") and hasattr(self.solver, "init")
-        if not is_solver and self.solver not in _SOLVERS:
+        if not is_solver and self.solver not in DENSE:
             raise TypeError(
-                f"`solver` must be one of {_SOLVERS}, or a solver of lineax such as "
+                f"`solver` must be one of {DENSE}, or a solver of lineax such as "
                 "`lineax.CG(rtol=1e-4, atol=1e-4)`; got "
                 f"{described(self.solver)}."
             )
@@ -282,6 +279,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return with_second(signature, "previous")
 
     def specs(self, args: Arguments, kwargs: dict[str, Any], out: PyTree) -> PyTree:
+        # A step is sharded as its parameters are.
         diff, _ = self.parameters(args, kwargs)
         return jtu.tree_map(spec_of, diff)
 
@@ -294,9 +292,12 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
                     "is differentiated and the previous step, or None for the first; "
                     f"got {len(args)} positional arguments."
                 )
+            # `residual` takes all arguments but the previous step.
             args, previous = (args[0], *args[2:]), args[1]
         diff, nondiff = self.parameters(args, kwargs)
         leaves, treedef = jtu.tree_flatten(diff)
+        # Each term is a function with its own batch; rows that pad one are replaced, as
+        # a weight of 0 removes no NaN.
         terms = self._terms(args, kwargs, diff, nondiff)
         accumulators = _for_terms("accumulator", self.accumulator, len(terms))
         terms = [*map(without_padding, terms, accumulators)]
@@ -307,6 +308,8 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             centre=self.centre,
             microbatch_size=_number(self.microbatch_size),
         )
+        # What a budget is for depends on the space, and so on the residuals. With sizes
+        # in its place, the call starts again.
         sizes = (self.block_size, self.microbatch_size)
         if any(isinstance(size, MemoryBudget) for size in sizes):
             return self._sized(residuals, *call).apply(*call)
@@ -316,6 +319,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         # A system is solved to more digits than products have by default.
         with exact_products():
             step = self._step(residuals, last)
+        # Everything is in at least float32 until here.
         pairs = safe_zip(step, leaves)
         return jtu.tree_unflatten(treedef, [x.astype(leaf.dtype) for x, leaf in pairs])
 
@@ -323,9 +327,12 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         self, residuals: Residuals, args: Arguments, kwargs: dict[str, Any]
     ) -> "GaussNewtonStep[Model, P]":
         """The same, with sizes in place of budgets, chosen one after the other."""
+        # Blocks are examples of the kernel, or parameters of the Gauss-Newton matrix.
         sized, num = self, max(rows.total for rows in residuals.rows)
         rows = num if self._is_in_samples(residuals) else residuals.num_parameters
         if isinstance(self.microbatch_size, MemoryBudget):
+            # Examples come first, because a model that does not fit does not fit with
+            # any blocks: meanwhile, these are small.
             if isinstance(self.block_size, MemoryBudget):
                 sized = dataclasses.replace(self, block_size=_LEAST_ROWS)
             size = sized.fitting_size("microbatch_size", num, args, kwargs)
@@ -336,10 +343,12 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         return sized
 
     def _step(self, residuals: Residuals, previous: list[Array] | None) -> list[Array]:
+        # Of no residuals, the solution closest to the momentum is the momentum.
         if residuals.num == 0:
             zeros = [jnp.zeros_like(x) for x in residuals.leaves]
-            return zeros if previous is None else self._kept(previous)
+            return zeros if previous is None else self._momentum_of(previous)
         values = residuals.values()
+        # SPRING solves for what the residuals have left after the momentum.
         if previous is not None:
             momentum = jnp.asarray(self.momentum, residuals.dtype)
             tangents = vary_as(residuals.leaves, previous)
@@ -352,11 +361,11 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             step = self._in_parameters(residuals, gradient)
         if previous is None:
             return step
-        pairs = safe_zip(step, self._kept(previous))
+        pairs = safe_zip(step, self._momentum_of(previous))
         return [x + y.astype(x.dtype) for x, y in pairs]
 
-    def _kept(self, previous: list[Array]) -> list[Array]:
-        """The part of the previous step that is kept."""
+    def _momentum_of(self, previous: list[Array]) -> list[Array]:
+        """The previous step times `momentum`, in at least float32."""
         wide = map(widened, previous)
         return [jnp.asarray(self.momentum, x.dtype) * x for x in wide]
 
@@ -372,6 +381,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
 
     def _in_samples(self, residuals: Residuals, values: Vectors) -> list[Array]:
         """`J^T W (J J^T W + damping)^-1 values`, with weights `W`."""
+        # Roots of the weights on both sides keep the system symmetric.
         vector = joined(residuals.weighted(values, 0.5), residuals.dtype)
 
         def spread(vector: Array) -> list[Array]:
@@ -381,16 +391,18 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             pushed = residuals.push(residuals.pull(spread(vector)))
             return joined(residuals.weighted(pushed, 0.5), residuals.dtype)
 
-        if isinstance(self.solver, str):
+        if self._solver.needs_matrix:
+            # The factors of the kernel's examples then give the step, too.
             sizes = map(_number, (self.block_size, self.microbatch_size))
             kernel = SampleKernel(residuals, *sizes)
-            return kernel.pull(spread(self._solved(kernel.matrix(), vector)))
-        return residuals.pull(spread(self._solved_by_products(product, vector)))
+            return kernel.pull(spread(self._solver.solved(kernel.matrix(), vector)))
+        return residuals.pull(spread(self._solver.solved_by_products(product, vector)))
 
     def _in_parameters(
         self, residuals: Residuals, gradient: list[Array]
     ) -> list[Array]:
         """`(J^T W J + damping)^-1 gradient`, with weights `W`."""
+        # A complex parameter counts as two real ones, so that the system is real.
         unravel = Unravel(as_real(gradient))
         flat = lambda leaves: joined(jtu.tree_leaves(as_real(leaves)), residuals.dtype)
         vector = flat(gradient)
@@ -403,9 +415,9 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             pushed = residuals.weighted(residuals.push(split(vector)))
             return flat(residuals.pull(pushed))
 
-        if isinstance(self.solver, str):
-            return split(self._solved(self._matrix(residuals), vector))
-        return split(self._solved_by_products(product, vector))
+        if self._solver.needs_matrix:
+            return split(self._solver.solved(self._matrix(residuals), vector))
+        return split(self._solver.solved_by_products(product, vector))
 
     def _matrix(self, residuals: Residuals) -> Float[Array, "p p"]:
         """The Gauss-Newton matrix of real parameters."""
@@ -435,58 +447,9 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
             total = total + of_term.astype(residuals.dtype)
         return total
 
-    def _solved(
-        self, matrix: Float[Array, "n n"], vector: Float[Array, " n"]
-    ) -> Float[Array, " n"]:
-        damping = jnp.asarray(self.damping, matrix.dtype)
-        if self.solver == "eigh":
-            values, vectors = jnp.linalg.eigh(matrix)
-            # Without damping, eigenvalues that are zero up to rounding do not count.
-            # With it, they are still much larger than `damping` may be.
-            largest = jnp.max(values, initial=0)
-            rounding = largest * values.size * jnp.finfo(values.dtype).eps
-            least = jnp.where(damping > 0, 0, rounding)
-            damped = jnp.where(values > least, values, 0) + damping
-            is_zero = damped <= 0
-            inverse = jnp.where(is_zero, 0, 1 / jnp.where(is_zero, 1, damped))
-            times = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-            solve = lambda inverse, x: times(vectors, inverse * times(vectors.T, x))
-            solution = solve(inverse, vector)
-            # All eigenvalues are as inexact as the largest one: what they leave of the
-            # right-hand side is solved for, too. It would grow where a value is far
-            # below zero.
-            inverse = jnp.where(2 * values > -damping, inverse, 0)
-            for _ in range(3):
-                rest = vector - times(matrix, solution) - damping * solution
-                solution += solve(inverse, rest)
-            return error_if(solution, *self._wrong_numbers())
-        shifted = matrix + damping * jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-        factor = jnp.linalg.cholesky(shifted)
-        solution = jsl.cho_solve((factor, True), vector)
-        is_finite = jnp.all(jnp.isfinite(shifted)) & jnp.all(jnp.isfinite(vector))
-        is_indefinite = is_finite & ~jnp.all(jnp.isfinite(solution))
-        message = (
-            "The matrix of the step, with `damping` on its diagonal, is not positive "
-            f"definite in {matrix.dtype}. Use more `damping`, `solver='eigh'`, or "
-            "64-bit mode."
-        )
-        return error_if(solution, *self._wrong_numbers(), (is_indefinite, message))
-
-    def _solved_by_products(
-        self, product: Callable[[Array], Array], vector: Float[Array, " n"]
-    ) -> Float[Array, " n"]:
-        lineax = import_extra("lineax", "solver", "linalg")
-        damping = jnp.asarray(self.damping, vector.dtype)
-        # Before the solver says that it did not converge.
-        vector = error_if(vector, *self._wrong_numbers())
-        # Absolute tolerances are then relative to the largest entry.
-        (scaled,), size = in_range([vector])
-        operator = lineax.FunctionLinearOperator(
-            lambda x: product(x) + damping * x,
-            jax.eval_shape(lambda: vector),
-            lineax.positive_semidefinite_tag,
-        )
-        return lineax.linear_solve(operator, scaled, self.solver).value * size
+    @property
+    def _solver(self) -> DampedSolver:
+        return DampedSolver(self.damping, self.solver, self._wrong_numbers)
 
     def _terms(
         self, args: Arguments, kwargs: dict[str, Any], diff: PyTree, nondiff: PyTree
@@ -495,6 +458,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         term = lambda fun, batch: ResidualTerm(
             Loss(fun, batch, diff, nondiff, self.has_residual, names=_NAMES)
         )
+        # A single function takes any arguments; each of several takes its batch as one.
         if not isinstance(fun, JoinedTerms):
             return [term(fun, self.batch(args, kwargs))]
         model, *batches = args
@@ -505,6 +469,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
                 f"position; got {len(batches)} and the keyword arguments "
                 f"{tuple(kwargs)}. Pass what belongs to a term as one tuple or dict."
             )
+        # The arguments of the terms are positional, so that they have no names.
         if isinstance(self.in_axes, dict):
             raise ValueError(
                 "For several terms, `in_axes` must be a tuple with a prefix for the "
@@ -521,6 +486,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
         self, terms: list[ResidualTerm], dtype: Dtype
     ) -> list[Float[Array, " _"]]:
         """For each term, the weights of its examples' squared residuals."""
+        # Those of a term multiply those of its examples, which its accumulator has.
         factors = _for_terms("weights", self.weights, len(terms))
         accumulators = _for_terms("accumulator", self.accumulator, len(terms))
         triples = safe_zip(terms, factors, accumulators)
@@ -529,6 +495,7 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
     def _wrong_numbers(self) -> list[tuple[Array, str]]:
         """For numbers known at run time: whether one is wrong, and the error."""
         checks = []
+        # Python numbers were checked when the transform was made.
         for name in ("damping", "momentum", "weights"):
             message = f"`{name}` must not be negative, NaN or infinite."
             numbers = filter(eqx.is_array, jtu.tree_leaves(getattr(self, name)))
@@ -544,9 +511,6 @@ class GaussNewtonStep(AbstractGaussNewtonStep[Model, P]):
 def _number(size: Size) -> int | None:
     # No budget is left where a step is computed.
     return None if isinstance(size, MemoryBudget) else size
-
-
-_SOLVERS = ("cholesky", "eigh")
 
 
 # The size of blocks while examples are fitted into a budget.
@@ -573,6 +537,7 @@ def _first_of(program: TracedFunction) -> Callable:
 
 
 def _half_of_squares(out: Array, *rows: Array) -> Array:
+    # The Hessian in `out` is the identity, so that the matrix is the sum of `J^T J`.
     del rows
     return 0.5 * jnp.sum(out**2)
 

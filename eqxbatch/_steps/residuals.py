@@ -78,6 +78,8 @@ class ResidualTerm(eqx.Module):
 
     def __call__(self, leaves: list[Array], *rows: Array) -> Float[Array, " entries"]:
         out = _flat(self._returned(leaves, rows).out)
+        # Of a mean, `[entries, *leaf]`, the linear function `Re sum(conj(mean) * leaf)`
+        # has the derivative that is subtracted.
         for mean, leaf in safe_zip(self.means, leaves) if self.means else ():
             product = jnp.conj(mean) * leaf.astype(mean.dtype)[None]
             total = jnp.sum(product, axis=tuple(range(1, mean.ndim)))
@@ -92,6 +94,7 @@ class ResidualTerm(eqx.Module):
     def _returned(self, leaves: list[Array], rows: Sequence[Array]) -> _Outputs:
         diff = jtu.tree_unflatten(jtu.tree_structure(self.loss.diff), leaves)
         out, residual = self.loss.outputs(diff, [*rows])
+        # Without `has_residual`, the residual is what is differentiated.
         if not self.loss.has_aux:
             return _Outputs(_residual_arrays(out))
         out, residual = _residual_arrays(out), _residual_arrays(residual)
@@ -112,13 +115,15 @@ def _residual_arrays(out: PyTree) -> PyTree:
 def _flat(tree: PyTree[Array], like: PyTree[Array] = None) -> Float[Array, " entries"]:
     """All numbers in one real vector, with imaginary parts where `like` is complex."""
     leaves = jtu.tree_leaves(tree)
-    parts = []
-    others = leaves if like is None else jtu.tree_leaves(like)
-    for x, y in safe_zip(leaves, others):
+    vectors = []
+    # A real residual of a complex output has an imaginary part of zero, so that entries
+    # of both vectors match.
+    types = leaves if like is None else jtu.tree_leaves(like)
+    for x, of_type in safe_zip(leaves, types):
         x = widened(x).reshape(-1)
-        parts += [x.real, x.imag] if is_complex(y) else [x.real]
-    dtype = widest(*(x.dtype for x in parts))
-    return jnp.concatenate([x.astype(dtype) for x in parts])
+        vectors += [x.real, x.imag] if is_complex(of_type) else [x.real]
+    dtype = widest(*(x.dtype for x in vectors))
+    return jnp.concatenate([x.astype(dtype) for x in vectors])
 
 
 _IF_WHOLE = "Give the residual of one example."
@@ -156,6 +161,8 @@ class Residuals:
         self._given = vary_as(arrays, leaves)
         self.leaves = [*map(wide, self._given)]
         self.rows = [x.rows() for x in batches]
+        # Each function is asked once for its modes of derivative. If it has only one,
+        # its Jacobian gives the other, which costs more: it is used where it must be.
         self._one_mode = [self._traced(term, i) for i, term in enumerate(terms)]
         self._derivatives: list[Derivative] = [
             derivative_of_program("`residual`", program) for program in self._one_mode
@@ -164,6 +171,7 @@ class Residuals:
             _linear(self._with(i, "columns", self._one_mode[i])) for i in self.numbers
         ]
         self.entries = [program.structs[0].shape[0] for program in self.programs]
+        # Systems are solved in one dtype, at least float32, for all terms.
         dtypes = [program.structs[0].dtype for program in self.programs]
         self.dtype = widest(*dtypes, *(x.dtype for x in leaves))
         self.weights = vary_as(arrays, weights(self.dtype))
@@ -184,6 +192,8 @@ class Residuals:
 
     def _means(self, number: int) -> list[Array]:
         """The weighted mean over the examples of each entry's derivative."""
+        # Seeds `[examples, entries]`, with the shares of examples in one column, pull
+        # back to the mean derivative of that entry.
         means = shares(self.weights[number])
         pull = lambda entry: self.pull_as_it_is({number: jnp.outer(means, entry)})
         return jax.vmap(pull)(jnp.eye(self.entries[number], dtype=self.dtype))
@@ -204,6 +214,7 @@ class Residuals:
         ]
 
     def _traced(self, fun: Callable, number: int) -> TracedFunction:
+        # The function of a whole batch is tried only to explain a failure.
         rows, of_row = self.rows[number], lambda leaves, row: fun(leaves, *row)
         whole = functools.partial(of_row, self._given)
         batch = self.terms[number].loss.batch
@@ -235,6 +246,7 @@ class Residuals:
 
     def values(self) -> Vectors:
         """The residuals, centred if required."""
+        # With `has_residual`, they are another output than what is differentiated.
         programs = [
             self._traced(term.residual, i) if term.loss.has_aux else self._one_mode[i]
             for i, term in enumerate(self.terms)
@@ -243,6 +255,7 @@ class Residuals:
 
     def push(self, tangents: list[Array]) -> Vectors:
         """The product of the Jacobian with a vector, centred if required."""
+        # JAX wants tangents in the dtypes of their parameters.
         pairs = safe_zip(tangents, self.leaves)
         tangents = [x.astype(leaf.dtype) for x, leaf in pairs]
         programs = [self._with(i, "rows", self._one_mode[i]) for i in self.numbers]
@@ -276,24 +289,29 @@ class Residuals:
         """
         if not self.centre:
             return self.pull(vectors)
+        # The gradients of an example take `entries * parameters` numbers, and the
+        # matrix takes `parameters ** 2`.
         most = max(1, self.num_parameters // max(*self.entries, 1))
         programs = self.centred_programs
 
         def sums(number: int) -> Callable[[Rows], list]:
             term, axes = programs[number], self.rows[number].axes
 
-            def of_one(*both: Array) -> list[Array]:
-                *row, vector = both
+            def of_one(row: list[Array], seed: Array) -> list[Array]:
                 values = lambda leaves: term.one(leaves, row)[0]
                 out, pullback = jax.vjp(values, self.leaves)
                 # Means cancel exactly only before anything is multiplied.
                 (jacobian,) = jax.vmap(pullback)(jnp.eye(out.size, dtype=out.dtype))
                 wide = map(widened, jacobian)
                 with products_of(term.closed):
-                    return [jnp.tensordot(vector.astype(x.dtype), x, 1) for x in wide]
+                    return [jnp.tensordot(seed.astype(x.dtype), x, 1) for x in wide]
 
-            of_rows = jax.vmap(of_one, (*axes, 0))
-            return lambda rows: [jnp.sum(x, axis=0) for x in of_rows(*rows.arrays)]
+            of_each = jax.vmap(of_one, ([*axes], 0))
+
+            def summed(rows: Rows) -> list[Array]:
+                return [jnp.sum(x, axis=0) for x in of_each(rows.arrays, rows.seeds)]
+
+            return summed
 
         centred = self.centred(vectors, is_transpose=True)
         size = self._size or size or most
@@ -306,11 +324,10 @@ class Residuals:
             term = self.programs[number]
 
             def pulled(rows: Rows) -> list[Array]:
-                *arrays, seeds = rows.arrays
-                outs, pullback = jax.vjp(
-                    lambda leaves: term.many(leaves, arrays)[0], self.leaves
-                )
-                sums = lambda _, share: pullback((share * seeds).astype(outs.dtype))[0]
+                values = lambda leaves: term.many(leaves, rows.arrays)[0]
+                outs, pullback = jax.vjp(values, self.leaves)
+                seeds = lambda share: (share * rows.seeds).astype(outs.dtype)
+                sums = lambda _, share: pullback(seeds(share))[0]
                 return weighted_totals(sums, rows.total, None, term.is_narrow)
 
             return pulled
@@ -324,12 +341,13 @@ class Residuals:
         size: int | None,
     ) -> list[Array]:
         """Adds up gradients of terms by index, from sums over some examples of each."""
+        # One scale for all terms, by which their sum is multiplied in the end.
         totals = self.zeros()
         scaled, scale = in_range([*vectors.values()])
         for number, vector in safe_zip(vectors, scaled):
-            rows = self.rows[number]
-            both = Rows([*rows.arrays, vector], (*rows.axes, 0), rows.total)
-            gradient = accumulated(sums(number), both, size, Sum())
+            rows = self.rows[number].with_(seeds=vector)
+            gradient = accumulated(sums(number), rows, size, Sum())
+            # For a complex parameter `x + 1j y`, JAX returns `d/dx - 1j d/dy`.
             totals = [
                 total + jnp.conj(x).astype(total.dtype)
                 for total, x in safe_zip(totals, gradient)
@@ -345,6 +363,8 @@ class Residuals:
         vectors = [x.astype(self.dtype) for x in vectors]
         if not self.centre:
             return vectors
+        # With the column `m` of shares and the column `1` of ones, a vector `v` becomes
+        # `v - 1 m^T v`, and the transpose is `v - m 1^T v`.
         pairs = safe_zip(vectors, map(shares, self.weights))
         if is_transpose:
             return [x - jnp.outer(mean, jnp.sum(x, axis=0)) for x, mean in pairs]
@@ -379,6 +399,7 @@ def in_range(vectors: list[Float[Array, "..."]]) -> Scaled:
 
     In a half-precision backward pass, small numbers would underflow.
     """
+    # A power of two, by which nothing is rounded.
     largest = [jnp.max(jnp.abs(x), initial=0) for x in vectors]
     size = common_power_of_two(largest)
     return Scaled([x / size for x in vectors], size)
@@ -386,6 +407,7 @@ def in_range(vectors: list[Float[Array, "..."]]) -> Scaled:
 
 def shares(weights: Float[Array, " n"]) -> Float[Array, " n"]:
     """The weights of a mean."""
+    # If all weights are zero, so is each mean, in place of NaN.
     total = jnp.sum(weights)
     return weights / jnp.where(total > 0, total, jnp.ones_like(total))
 
@@ -398,6 +420,7 @@ def without_padding(term: ResidualTerm, accumulator: Sum | Mean) -> ResidualTerm
     padding = Padding.of(rows)
     if padding is None:
         return term
+    # Once for the whole batch: each row is read several times, by products.
     batch = dataclasses.replace(batch, arrays=padding.replaced(rows).arrays)
     return dataclasses.replace(term, loss=dataclasses.replace(term.loss, batch=batch))
 

@@ -38,6 +38,8 @@ class SampleKernel:
         self._residuals, self._size = residuals, block_size
         self._microbatch_size = microbatch_size
         self._programs = residuals.centred_programs
+        # The kernel of two terms contracts factors of both, so that a leaf is formed
+        # for all terms or for none. Costs are those of factors that are not formed yet.
         formed = self._formed([self._factors_of(i, ()) for i in residuals.numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
         # contracting the factors of its sites.
@@ -54,6 +56,7 @@ class SampleKernel:
         """The leaves whose gradients are formed, for all terms."""
         if self._residuals.centre:  # Products would cancel.
             return {*range(len(self._residuals.leaves))}
+        # What is formed for one pair is there for all others.
         formed: set[int] = set()
         for i, j in self._pairs():
             totals = self._residuals.rows[i].total, self._residuals.rows[j].total
@@ -68,6 +71,7 @@ class SampleKernel:
 
     def _kernel(self, first: int, second: int) -> ModelKernel:
         """The kernel of two terms, which may be the same."""
+        # Both sides of a term with itself are one, whose factors are computed once.
         rows, is_same = self._residuals.rows, first == second
         factors = [self._factors[first], self._factors[second]][: 1 if is_same else 2]
         axes = self._axes(first, second, self._residuals.dtype)
@@ -91,6 +95,8 @@ class SampleKernel:
         """The kernel of all residuals in order, weighted and centred."""
         all_rows, size = self._residuals.rows, self._size
         blocks: dict[tuple[int, int], Array] = {}
+        # In one block, factors of all examples are kept, and `pull` uses them in place
+        # of another backward pass.
         if size is None or all(size >= rows.total for rows in all_rows):
             for i, rows in enumerate(all_rows):
                 most = self._microbatch_size or max(rows.total, 1)
@@ -98,9 +104,11 @@ class SampleKernel:
             for (i, j), kernel in self._kernels.items():
                 second = None if i == j else self._kept[j]
                 (blocks[i, j],) = kernel.block(self._kept[i], second)
+        # In several, they are kept for a block at a time.
         else:
             for pair, kernel in self._kernels.items():
                 blocks[pair] = on_device(kernel)
+        # The kernel of two terms is computed once: the other order is its transpose.
         arranged = {pair: self._arranged(x, *pair) for pair, x in blocks.items()}
         numbers = self._residuals.numbers
         of_pair = lambda i, j: arranged[i, j] if j <= i else arranged[j, i].T
@@ -111,15 +119,16 @@ class SampleKernel:
         residuals = self._residuals
         if not self._kept:
             return residuals.pull_by_example(vectors, self._size)
+        # As clipped gradients are: sums over examples, with the vectors as weights.
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
             of_term, traced = self._factors[number], self._programs[number]
-            kept = self._kernels[number, number].factors(0, self._kept[number])
-            factors = of_term.factors(kept, 0, 0)
+            of_rows = self._kernels[number, number].factors(0, self._kept[number])
+            factors = of_term.factors(of_rows, 0, 0)
             for leaf, array in enumerate(residuals.leaves):
                 sites = of_term.table.of(leaf)
-                if not sites:
+                if not sites:  # The term does not use this parameter.
                     continue
                 with products_of(traced.closed):
                     gradient = _product(sites, factors, array, vector, traced.is_narrow)
@@ -134,12 +143,14 @@ class SampleKernel:
     ) -> Float[Array, "rows columns"]:
         """A block with adjacent entries for each example, weighted and centred."""
         residuals = self._residuals
+        # `R C K C^T R`, with roots `R` of weights, and `C` that subtracts means.
         weights = residuals.weights[first], residuals.weights[second]
         if residuals.centre:
             for axis, of_side in enumerate(weights):
                 kernel = centred_along(kernel, shares(of_side), axis)
         roots = [jnp.sqrt(x) for x in weights]
         kernel = kernel * jnp.expand_dims(jnp.outer(roots[0], roots[1]), (2, 3))
+        # As in the vectors of residuals, the entries of an example are neighbours.
         n1, n2, out1, out2 = kernel.shape
         return jnp.swapaxes(kernel, 1, 2).reshape(n1 * out1, n2 * out2)
 
@@ -155,11 +166,13 @@ def _product(
 
     `is_narrow` says whether the program uses float16.
     """
+    # A leaf that is formed has one site, whose cotangent is its gradient.
     (site, *_) = sites
     if site.rule.kind != "leaf":
         sums = lambda _, share: [weighted_sum(sites, factors, leaf, share * vector)]
         (total,) = weighted_totals(sums, vector.shape[0], None, is_narrow)
         return total
+    # Gradients `[n, entries, *leaf]`; if examples share them, `[entries, *leaf]`.
     gradients = factors.of(site).cotangent
     if not gradients.has_examples:
         vector = jnp.sum(vector, axis=0)

@@ -126,6 +126,7 @@ def scale_by_kfac(
     """
     import optax
 
+    # Numbers of `optax.inject_hyperparams` are traced, and cannot be checked here.
     check_at_least("inverse_update_period", inverse_update_period, 1)
     if not isinstance(decay, Tracer) and not 0 <= float(decay) < 1:
         raise ValueError(f"`decay` must be at least 0 and below 1; got {decay}.")
@@ -141,6 +142,7 @@ def scale_by_kfac(
     def inverse_of(average: KroneckerFactors) -> "KroneckerOperator":
         return average.operator(damping=damping).inverse()
 
+    # Only types are needed, so that `factors` may be types, too.
     structs = jax.eval_shape(
         lambda factors: ScaleByKFACState(
             jnp.zeros((), jnp.int32), factors, inverse_of(factors)
@@ -149,6 +151,7 @@ def scale_by_kfac(
     )
 
     def init(params: Any) -> Any:
+        # The first update takes nothing from these zeros.
         del params
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 
@@ -160,6 +163,7 @@ def scale_by_kfac(
         factors: KroneckerFactors | None = None,
         **extra_args: Any,
     ) -> tuple[Any, Any]:
+        # Other transformations of a chain may need more arguments.
         del params, extra_args
         if not isinstance(factors, KroneckerFactors):
             raise TypeError(
@@ -174,6 +178,9 @@ def scale_by_kfac(
                 f"got\n{factors}\nMake both with the same settings of `filter_kfac`, "
                 "for the same model."
             )
+        # The average weights an update of some age by `decay ** age`, divided by the
+        # sum of all weights: the first update has a share of 1, the second one of
+        # `1 / (1 + decay)`.
         count = cast(Array, optax.safe_increment(state.count))
         rate, num = (jnp.asarray(x, jnp.result_type(float)) for x in (decay, count))
         share = (1 - rate) / (1 - rate**num)
@@ -182,6 +189,7 @@ def scale_by_kfac(
             factors,
             state.average,
         )
+        # By the count before this update, the first one computes an inverse.
         inverse = (
             inverse_of(average)
             if inverse_update_period == 1
@@ -195,11 +203,14 @@ def scale_by_kfac(
         step = inverse.mv(updates)
         if bound is None:
             return step, state
+        # The product of the step and the gradient is the squared norm of the step in
+        # the metric of the damped matrix. Below the bound, the scale is 1.
         wide = (jax.tree.map(widened, x) for x in (step, updates))
         squared = jnp.asarray(optax.tree.vdot(*wide))
         most = jnp.asarray(bound, squared.dtype)
         scale = jnp.sqrt(most / jnp.maximum(squared, most))
 
+        # Rounded to half precision, the scale could lengthen a step beyond the bound.
         def shorter(x: Array) -> Array:
             wide = widened(x)
             return (wide * scale.astype(wide.dtype)).astype(x.dtype)

@@ -18,6 +18,7 @@ def indexed(x, i):
     ref[:, i] += jnp.sin(ref[:, 2])
     ref[jnp.array([0, 1]), jnp.array([1, 1])] = x[:2, 0]
     ref[0:3:2, 1:4:2] = ref[0:3:2, 1:4:2] ** 2
+    ref[2:2] = ref[1:1]
     return ref[...]
 
 

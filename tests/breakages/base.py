@@ -7,7 +7,7 @@ BREAKAGES = [
     Breakage(
         "a backward pass that is not linear counts as linear",
         "custom_backward",
-        "CustomBackward(not found, all(found))",
+        "CustomBackward(not are_batched, all(are_batched))",
         "CustomBackward(True, True)",
         "tests/gradients/test_backward_passes.py",
     ),
@@ -56,7 +56,7 @@ BREAKAGES = [
     Breakage(
         "what XLA for CPUs would merge is not kept apart",
         "in_opaque_branch",
-        "lax.cond(known, run, skip, *args)",
+        "lax.cond(condition, run, skip, *args)",
         "run(*args)",
         "tests/base/test_layout.py -k apart",
     ),

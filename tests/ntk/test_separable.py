@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from eqxbatch import EmpiricalNTK, filter_kfac
-from eqxbatch._curvature.damped_product import DampedProduct
+from eqxbatch._curvature.spectrum import DampedProduct
 from eqxbatch._ntk import separable
 from eqxbatch._ntk.separable import SeparableProduct
 from ..conftest import enable_x64

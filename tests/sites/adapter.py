@@ -23,6 +23,7 @@ from eqxbatch._base.traced_function import TracedFunction
 from eqxbatch._batch.batch import split_batch
 from eqxbatch._batch.fingerprint import digest_of_program
 from eqxbatch._batch.loss import Loss
+from eqxbatch._batch.rows import Rows
 from eqxbatch._curvature import (
     by_sites,
     choose,
@@ -46,6 +47,7 @@ from eqxbatch._sites import (
 from eqxbatch._sites.axes import Axis, EXAMPLE, OTHER_EXAMPLE, Role
 from eqxbatch._sites.program import Directions, OF_LOSS, Program, Seeds
 from eqxbatch._sites.table import SiteTable
+from eqxbatch._sites.views import Loop
 
 
 # How gradients are contracted: from factors; formed, and kept or formed again for their
@@ -188,7 +190,9 @@ class Sites:
                 jnp.eye(outs[0].size, dtype=outs[0].dtype), outs
             )
             directions.append(Directions(every, _OUTPUTS[:1]))
-        of_one = lambda rows: self._program.of_example(rows, directions, leaves)
+        of_one = lambda rows: self._program.of_example(
+            Rows(rows, (), 1), directions, leaves
+        )
         (out, *_), operands, ((pulled, _), *of_outputs) = jax.vmap(of_one)([*rows])
         settings = {"num": rows[0].shape[0], "values": self._program.values(leaves)}
         sides = [
@@ -312,9 +316,14 @@ class Curvature:
             return []
         requested = RequestedBlocks(pairs, is_diagonal)
         blocks = choose.CurvatureBlocks(self._curvature, requested, "sites", None)
-        sums = blocks.sums(self.rows, None)
+        sums = blocks.sums(_rows_of(self.rows))
         found = by_pairs([*zip(blocks.groups, sums, strict=True)], self.leaves)
         return [found[pair] for pair in pairs]
+
+
+def _rows_of(arrays: list) -> Rows:
+    """The rows of arrays that have the examples along axis 0."""
+    return Rows(arrays, tuple(0 for _ in arrays), arrays[0].shape[0])
 
 
 # What the package chooses by cost, chosen by tests.
@@ -473,15 +482,23 @@ def printed(fun: Callable, leaves: list, rows: list) -> dict[str, str]:
     """How a program of `fun(leaves, row)`, its first site and its factors print."""
     program = Program(TracedFunction(fun, leaves, rows, [0 for _ in rows]))
     found, *_ = program.table.sites
-    of_rows = program.factors(rows, [0 for _ in rows], OF_LOSS)
-    return {
-        "program": repr(program),
-        "site": repr(found),
-        "view": repr(found.view),
-        "rule": repr(found.rule),
-        "factors": repr(of_rows),
-        "term": repr(of_rows.terms(found).cotangent),
+    of_rows = program.factors(_rows_of(rows), OF_LOSS)
+    term = of_rows.terms(found).cotangent
+    shown = {
+        "program": program,
+        "plan": program._plan,
+        "site": found,
+        "view": found.view,
+        "rule": found.rule,
+        "values": program.table.nodes,
+        "directions": [OF_LOSS, Directions(OF_LOSS.seeds, _OUTPUTS)],
+        "factors": of_rows,
+        "factor": of_rows.operands[0],
+        "term": term,
+        "axis": term.axes[0],
+        "blocks": kronecker.parts_of(program.table, None),
     }
+    return {name: repr(x) for name, x in shown.items()}
 
 
 # Sites of one equation, with random factors.
@@ -534,7 +551,7 @@ class RandomSites:
                 operand=None if found.operand is None else len(operands),
                 which=None if found.which is None else len(operands) + 1,
             )
-            sites.append(one if num_steps is None else one.within((0, num_steps)))
+            sites.append(one if num_steps is None else one.within(Loop(0, num_steps)))
             structs = [program.table.operands[i] for i in of_operands]
             in_steps = lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype)
             operands += map(in_steps, structs)

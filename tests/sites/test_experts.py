@@ -70,11 +70,6 @@ USES = {
         lambda w, x: ragged_dot(x, w, sizes_of(x)),
         vectors(),
     ),
-    "fixed_sizes": (
-        weight(GROUPS, WIDTH, 2),
-        lambda w, x: ragged_dot(x, w, of_all),
-        vectors(),
-    ),
     "one_row": (
         weight(GROUPS, WIDTH, 2),
         lambda w, x: ragged_dot(x, w, sizes_of(x)),
@@ -154,9 +149,7 @@ USES = {
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    "name", variants(USES, "fixed_sizes", "in_each_step", "transposed", "masked")
-)
+@pytest.mark.parametrize("name", variants(USES, "in_each_step", "transposed", "masked"))
 def test_use(name):
     program, comparable = compare(Case(*USES[name]))
     assert not program.fallbacks

@@ -225,10 +225,49 @@ def test_programs_print_as_a_person_describes_them():
     bias = "<leaf 1 (3,) in add: d(m0) -> w(m0); d = cotangent 1>"
     assert text == {
         "program": "Program with the sites\n"
-        f"leaf 0 (3, 2): [{site}]\nleaf 1 (3,): [{bias}]",
+        f"leaf 0 (3, 2)\n    {site}\nleaf 1 (3,)\n    {bias}",
+        "plan": "<plan of 6 equations, of which 2 have 2 sites>",
         "site": site,
         "view": view,
         "rule": rule,
+        "values": "[]",
+        "directions": "[<a single direction>, "
+        "<directions along OUTPUT 0 of side 0, OUTPUT 0 of side 1>]",
         "factors": "<factors of 5 examples: 1 operand, 2 cotangents>",
+        "factor": "<factor of shape (5, 2), for each example>",
         "term": "<array of shape (5, 3) along EXAMPLE 0 of side 0, LEAF 0>",
+        "axis": "EXAMPLE 0 of side 0",
+        "blocks": "[<block of the leaves 0: 3 (x) 2>, <block of the leaves 1: block>]",
     }
+
+
+def test_programs_of_loops_and_lookups_print_as_a_person_describes_them():
+    def fun(leaves, rows):
+        layers, last, table, experts, bound = leaves
+        x, token = rows
+        step = lambda x, w: (jnp.tanh(w @ x), None)
+        x, _ = lax.scan(step, x, jnp.concatenate([layers, jnp.exp(last)[None]]))
+        x = lax.ragged_dot(x[None], experts, jnp.asarray(token)[None])
+        return jnp.sum(x) * table[token, 0] + jnp.sum(jnp.maximum(bound, x))
+
+    shapes = ((2, 3, 3), (3, 3), (7, 1), (1, 3, 2), (1, 2))
+    leaves = [jnp.ones(shape) for shape in shapes]
+    text = printed(fun, leaves, [jnp.ones((1, 3)), jnp.zeros(1, int)])
+    assert text["values"] == "[<value (3, 3): computed from 1 value>]"
+    assert text["factors"] == "<factors of 1 example: 4 operands, 4 cotangents>"
+    *lines, reason = text["program"].splitlines()
+    product = "dot_general: a(c0) d(l0) -> w(l0, c0), sliced in"
+    experts = "ragged_dot: a(l0, c0) m(l0, group) d(l0, r2) -> w(group, c0, r2)"
+    assert [line.split(";")[0].strip() for line in lines[1:]] == [
+        "leaf 0 (2, 3, 3)",
+        f"<leaf 0 (3, 3) in {product} 2 steps of 3, from 0 on",
+        "leaf 1 (3, 3)",
+        f"<leaf 1 > times > broadcast_in_dim (3, 3) in {product} 1 step of 3, "
+        "from 2 on",
+        "leaf 2 (7, 1)",
+        "<leaf 2 (7, 1) in dynamic_slice: tokens() d(one, w1) -> w(v, w1)",
+        "leaf 3 (1, 3, 2)",
+        f"<leaf 3 (1, 3, 2) in {experts}",
+        "leaf 4 (1, 2)",
+    ]
+    assert reason.startswith("    no rule for `max` with a parameter in this place, at")

@@ -119,7 +119,6 @@ bent.defvjp(lambda w: (w**2, w), lambda w, d: (3 * w.T * d,))
 BY_FACTORS = {
     "custom_jvp": (weight(4, 4), odd, vectors(4)),
     "custom_vjp": (weight(4, 4), strange, vectors(4)),
-    "twice": (linear(), lambda m, x: m(jnp.tanh(m(x))), vectors(4)),
     "tied_by_transpose": (
         linear(),
         lambda m, x: m.weight.T @ jnp.tanh(m.weight @ x) + m.bias,
@@ -158,11 +157,6 @@ BY_FACTORS = {
         tokens(4),
     ),
     "one_row": (weight(1, 3), lambda w, x: w[0 * x], tokens(4)),
-    "heads": (
-        weight(2, 3, 4),
-        lambda w, x: jnp.einsum("thd,hod->tho", x, w),
-        vectors(5, 2, 4),
-    ),
     "reshaped": (weight(4, 4), lambda w, x: w.reshape(2, 2, 4) @ x, vectors(4)),
     # The parameter that is added has the cotangent of the product, whose axes moved.
     "moved_and_shifted": (
@@ -281,7 +275,6 @@ BY_FACTORS = {
         lambda w, x: lax.scan(lambda x, row: (w @ x + row, None), x, w)[0],
         vectors(4),
     ),
-    "stacked_layers": (stacked(4), scanned, vectors(3)),
     "scan_in_scan": (stacked(4), scanned_within, vectors(3)),
     "scan_in_scan_in_scan": (stacked(2), repeated, vectors(3)),
     "remat": (
@@ -295,7 +288,6 @@ BY_FACTORS = {
         lambda w, x: (1j * w) @ wave(x),
         vectors(4),
     ),
-    "relu_of_the_rest": (linear(), lambda m, x: jax.nn.relu(m(x)), vectors(4)),
 }
 
 # Uses in which each example's gradient is formed, from the factors.
@@ -373,9 +365,7 @@ VARIANTS = (
     "scaled_and_reversed",
     "repeated",
     "scalar",
-    "stacked_layers",
     "scan_in_scan_in_scan",
-    "relu_of_the_rest",
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import eqxbatch
 from eqxbatch import grid
 from .cases import Case, loss, w, x, y
+from .first_mistakes import net
 
 
 vmap = functools.partial(eqxbatch.filter_micro_vmap, jnp.sum)
@@ -81,6 +82,12 @@ MAPS = [
         lambda: vmap(microbatch_size=2)(x, y[1:]),
         ValueError,
         "must agree on the number of examples",
+    ),
+    Case(
+        "filter_micro_vmap",
+        lambda: eqxbatch.filter_micro_vmap(lambda net, x: net(x))(net, x),
+        ValueError,
+        r"share `net`, as they do a model, its axis is None.*`in_axes=\(None, 0\)`",
     ),
     Case(
         "filter_micro_vmap",
@@ -748,7 +755,12 @@ ACCUMULATORS = [
         TypeError,
         "Variance",
     ),
-    Case("Max", reduced(eqxbatch.Max), TypeError, "Unknown accumulator"),
+    Case(
+        "Max",
+        reduced(eqxbatch.Max),
+        TypeError,
+        r"Unknown accumulator Max, which is a class.* `Max\(\)`",
+    ),
     Case(
         "Max",
         lambda: vmap(accumulator=eqxbatch.Max())(x.astype(complex)),
