@@ -53,9 +53,9 @@ from ._kernels.reductions import (
     AbstractReduction as AbstractReduction,
     FrobeniusNorm as FrobeniusNorm,
     KernelProduct as KernelProduct,
-    TopK as TopK,
 )
 from ._kernels.solve import kernel_solve as kernel_solve
+from ._kernels.top_k import TopK as TopK
 from ._maps.grid_vmap import filter_grid_vmap as filter_grid_vmap, grid as grid
 from ._maps.micro_vmap import filter_micro_vmap as filter_micro_vmap
 from ._maps.microbatch import filter_microbatch as filter_microbatch

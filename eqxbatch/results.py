@@ -9,8 +9,8 @@ from ._gradients.gradient import (
     GradientMoments as GradientMoments,
     GradientStatistics as GradientStatistics,
 )
-from ._kernels.reductions import Neighbours as Neighbours
 from ._kernels.solve import KernelSolution as KernelSolution
+from ._kernels.top_k import Neighbours as Neighbours
 from ._ntk.empirical import KernelEstimate as KernelEstimate
 from ._ntk.monte_carlo import MonteCarloEstimate as MonteCarloEstimate
 from ._ntk.parameterise import NTKLayer as NTKLayer

@@ -116,6 +116,7 @@ class AbstractStored(AbstractOnMesh):
 
     def check_progress(self) -> None:
         """Raises for a meter of blocks that one program on several devices computes."""
+        # For a store, tiles are programs of their own, which can be counted.
         on_mesh = self.row_axis is not None
         if on_mesh and not self.is_stored and self.progress is not None:
             raise ValueError(
@@ -317,6 +318,7 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         # The free memory is looked up before tracing.
         sizes = sizes_of(self.block_size)
         axes = self.in_axes, getattr(fun, "kwargs_axes", {})
+        # Sides are told apart by identity, which only the caller's own objects have.
         sides, shared = Examples(x1, x2, key, kwargs).in_sides(*axes)
         call = FunctionCall(
             kernel_fn=fun,
@@ -330,6 +332,8 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
             sizes=sizes,
             room=0,
         )
+        # Only factors, and rows that are read, are kept. For all else `room` is 0,
+        # because it is static: another amount of free memory would be another program.
         keeps = isinstance(fun, AbstractKernelFunction) or call.has_stored
         return dataclasses.replace(call, room=room_of(sizes)) if keeps else call
 
@@ -372,6 +376,7 @@ def _on_devices(
 ) -> KernelOutput:
     if mesh_axis is not None:
         return on_mesh(kernel, reduce, mesh_axis)
+    # A function may return arrays on a mesh that none of its arguments is on.
     kernel, reduce = on_mesh_of_results(kernel, reduce)
     with within_mesh((kernel, reduce)):
         return output_on_device(kernel, reduce)
@@ -385,6 +390,7 @@ def _tile_by_tile(call: AbstractKernelCall, destination: Destination) -> PyTree:
 
 def _to_store(call: AbstractKernelCall, destination: Destination) -> PyTree:
     stored, (call, _) = _stored_of(call), _on_host(call, destination)
+    # Each tile is a program of its own devices, whatever mesh the caller has set.
     with on_no_mesh():
         kernel = ready(call, by_tiles=True, on_device=False)
         return to_store(kernel, stored, destination)
@@ -412,6 +418,7 @@ def _on_host(call: AbstractKernelCall, destination: Destination) -> _Operands:
     check_concrete((call, reduce), what)
     if is_read:
         mesh = destination.mesh
+        # Rows are read for one device: on several, each would need blocks of its own.
         fits = mesh is None or (is_stored and len(mesh.local_devices) == 1)
         if not fits or explicit_mesh((call, reduce)):
             raise ValueError(
@@ -454,6 +461,7 @@ def ready(
     if not isinstance(size, MemoryBudget):
         return call.kernel()
     replace: Any = dataclasses.replace
+    # A single block of everything has the sizes by which memory is shared out.
     whole = replace(call, sizes=(None, None)).kernel()
     if by_tiles and whole.grid.is_empty:
         return whole
@@ -469,10 +477,10 @@ def ready(
         left //= IN_FLIGHT + 1
         if any(rows.are_stored for rows in whole.rows):
             # Half of the memory is for rows that are read.
-            left, one = left // 2, num_bytes([x.arrays for x in whole.structs((1, 1))])
-            least = taken + 2 * (IN_FLIGHT + 1) * one
+            pair = num_bytes([x.arrays for x in whole.structs((1, 1))])
+            left, least = left // 2, taken + 2 * (IN_FLIGHT + 1) * pair
             check_at_least("block_size", budget, least, "Blocks of a row take so much.")
-            largest = min(largest, left // max(one, 1))
+            largest = min(largest, left // max(pair, 1))
         size = MemoryBudget(max(left, 1))
     elif any(whole.bytes_kept):
         call = replace(call, room=left // SHARE)
@@ -489,6 +497,7 @@ def ready(
                 return tile_program(kernel, blocks)
             return _on_devices(kernel, operands.reduce, operands.mesh_axis)
 
+        # Rows that are not in memory are arguments, as once they have been read.
         structs = whole.structs(with_area(whole, area).grid.sizes)
         pairs = zip(whole.rows, structs, strict=True)
         return eqx.Partial(program, [y if x.are_stored else None for x, y in pairs])

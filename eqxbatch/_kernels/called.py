@@ -91,6 +91,7 @@ def _check_transpose(leaves: Sequence[KernelLeaf]) -> None:
     """Raises if exchanging the examples may exchange further axes of the kernel."""
     for leaf in leaves:
         sizes = leaf.further
+        # Axes of size 1 are the same whether they are exchanged or not.
         if leaf.is_pairwise and any(n > 1 and sizes.count(n) > 1 for n in sizes):
             raise ValueError(
                 "`symmetric=True` exchanges rows and columns only, but output"
@@ -122,6 +123,8 @@ def on_mesh_of_results(kernel: AbstractBlockKernel, reduce: PyTree) -> Reduced:
         return Reduced(kernel, reduce)
     if not any(map(has_explicit_axes, kernel.out.leaves)):
         return Reduced(kernel, reduce)
+    # The mesh is known by name from the results. Its devices are known from what the
+    # function closes over or names.
     closed = kernel.program(*kernel.structs(SAMPLE))
     mesh = mesh_of_results(closed, list(constants(closed)))
     reduced = Reduced(kernel, reduce)
@@ -152,6 +155,7 @@ class FunctionCall(AbstractKernelCall):
     def kernel(self) -> AbstractBlockKernel:
         kernel = None
         if self.is_ours:
+            # None if blocks cannot share factors; it is then called like any function.
             kernel = self.kernel_fn.in_blocks(self)
         if kernel is None:
             settings = {"sizes": self.sizes, "room": self.room}
@@ -203,12 +207,14 @@ class FunctionCall(AbstractKernelCall):
         if not self.pairwise:
             return both(first.arrays, second.arrays)
 
-        def one(x: list, y: list) -> PyTree:
+        # Columns are mapped inside, so that entries are [rows, columns, ...]. A Python
+        # number becomes an array, because only arrays have an entry for each pair.
+        def of_pair(x: list, y: list) -> PyTree:
             to_array = lambda x: jnp.asarray(x) if eqx.is_array_like(x) else x
             return jtu.tree_map(to_array, both(x, y))
 
         rows, columns = ([*rows.axes] for rows in self.rows)
-        row = eqx.filter_vmap(one, in_axes=(None, columns))
+        row = eqx.filter_vmap(of_pair, in_axes=(None, columns))
         run = eqx.filter_vmap(row, in_axes=(rows, None))
         return run(first.arrays, second.arrays)
 
@@ -255,9 +261,12 @@ class CalledKernel(AbstractBlockKernel):
     def block(
         self, first: Rows, second: Rows | None, always: Bool[Array, ""]
     ) -> list[Array]:
+        # Constants of the program are arguments, too: derivatives with respect to
+        # arrays that the function closes over are refused like all others.
         closed = self.program(first, second)
         arrays = list(closed.consts), jtu.tree_leaves((first, second))
         sizes = first.total, (first if second is None else second).total
+        # The derivative is a sum over blocks only if the backward pass is linear.
         is_example = [True for _ in closed.jaxpr.invars]
         if sizes != self.totals and not custom_backward(closed, is_example).is_linear:
             arrays = _without_derivative(arrays)
@@ -276,6 +285,7 @@ class CalledKernel(AbstractBlockKernel):
         sizes = first.total, (first if second is None else second).total
         kernel_fn: Any = self.call.kernel_fn
         is_part = sizes != self.totals
+        # A model of a whole batch would give other numbers for a part of it.
         if is_part and hasattr(kernel_fn, "check_is_batched"):
             kernel_fn.check_is_batched()
         try:
@@ -359,6 +369,7 @@ def _can_omit_second(fun: Callable) -> bool:
         return True
     if len(parameters) < 2:
         return True
+    # `*args` in front takes a second argument as well.
     is_required = parameters[1].default is inspect.Parameter.empty
     return not is_required or parameters[0].kind is inspect.Parameter.VAR_POSITIONAL
 

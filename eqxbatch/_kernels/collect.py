@@ -23,7 +23,7 @@ from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._batch.blocks import Block
 from .kernel import AbstractBlockKernel, KernelLeaf
-from .reductions import AbstractReduction
+from .reductions import AbstractReduction, AbstractTwoSided
 
 
 def where_new(
@@ -59,6 +59,7 @@ class Collector:
             state = self.reduction.init(self._struct(totals))
             self._check("init(...)", state, _State)
         except (TypeError, ValueError) as e:
+            # `reduce` can be a PyTree, so that its type alone does not tell the output.
             e.add_note(f"This is about output{self.leaf.path}.")
             raise
         return state
@@ -74,17 +75,34 @@ class Collector:
         """The state after one more tile, of which some entries may not be new."""
         reduction = self.reduction
         if reduction is None:
+            # Entries that are written twice need no mask: the later tile has the last
+            # word.
             return self.leaf.written(state, tile, rows.start, columns.start)
+        # Each entry must count once; a neutral one does not count.
         tile = where_new(are_new, self.leaf.front(tile), reduction.neutral)
         state = reduction.update(state, tile, rows, columns)
         self._check("update(...)", state, _State)
         return state
+
+    def update_mirrored(
+        self,
+        reduction: AbstractTwoSided,
+        state: PyTree[Array],
+        tile: Array,
+        rows: Block,
+        columns: Block,
+        are_new: Bool[Array, "rows columns"] | None,
+    ) -> PyTree[Array]:
+        """The state after the conjugate transpose of a tile; see `AbstractTwoSided`."""
+        tile = where_new(are_new, self.leaf.front(tile), reduction.neutral)
+        return reduction.update_mirrored(state, tile, rows, columns)
 
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
         """The result."""
         if self.reduction is None:
             return state
         result = self.reduction.finalize(state)
+        # Names of sizes in a user's annotation, such as `n1`, are those of the kernel.
         annotations = getattr(type(self.reduction).finalize, "__annotations__", {})
         struct = self._struct(totals)
         self._check("finalize(...)", result, annotations.get("return", Any), struct)
@@ -142,7 +160,7 @@ def finalized(
 ) -> KernelOutput:
     """The output of the kernel function, from the states after the last tile."""
     pairs = safe_zip(collectors, states.arrays)
-    results = [one.finalize(state, kernel.totals) for one, state in pairs]
+    results = [x.finalize(state, kernel.totals) for x, state in pairs]
     return KernelOutput(kernel.output(results), states.is_symmetric)
 
 
@@ -164,18 +182,22 @@ def checked_output(output: KernelOutput, *, is_sharded: bool = False) -> PyTree:
     out, is_symmetric = output
     if is_symmetric is None:
         return out
+    # Outside of transforms, the flag has a value, and so this is an ordinary error.
     if not isinstance(is_symmetric, Tracer):
         if not np.asarray(is_symmetric):
             raise ValueError(NOT_SYMMETRIC)
         return out
     leaves, treedef = jtu.tree_flatten(out)
+    # An array without entries cannot carry the error.
     numbers = [i for i, x in enumerate(leaves) if eqx.is_array(x) and x.size]
     is_sharded |= not get_abstract_mesh().empty or any(map(is_on_mesh, leaves))
     if is_sharded:
+        # NaN reaches all devices without stopping any. Integers have none.
         factor = jnp.where(is_symmetric, 1.0, jnp.nan)
         for i in filter(lambda i: eqx.is_inexact_array(leaves[i]), numbers):
             leaves[i] = leaves[i] * factor.astype(leaves[i].dtype)
     elif numbers:
+        # One array is enough: what a program returns is returned together.
         i = min(numbers, key=lambda i: leaves[i].size)
         leaves[i] = _waiting(leaves[i], ~is_symmetric)
     return jtu.tree_unflatten(treedef, leaves)
@@ -186,8 +208,8 @@ def _waiting(x: Shaped[Array, "..."], is_wrong: Bool[Array, ""]) -> Array:
 
     Unlike a condition on all of it, that copies nothing, and it is linear in the array.
     """
-    one = eqx.error_if(jnp.ones((), x.dtype), is_wrong, NOT_SYMMETRIC)
-    entry = x[(slice(0, 1),) * x.ndim] * one
+    factor = eqx.error_if(jnp.ones((), x.dtype), is_wrong, NOT_SYMMETRIC)
+    entry = x[(slice(0, 1),) * x.ndim] * factor
     return lax.dynamic_update_slice(x, entry, [jnp.zeros((), jnp.int32)] * x.ndim)
 
 
@@ -208,6 +230,7 @@ def make_collectors(kernel: AbstractBlockKernel, reduce: PyTree) -> list[Collect
     collectors: list[Collector] = []
     for _, reduction, part in places:
         for leaf in jtu.tree_leaves(part):
+            # What the function returns beside arrays, such as a name, stays as it is.
             if not isinstance(leaf, KernelLeaf):
                 continue
             if not isinstance(reduction, AbstractReduction):

@@ -66,6 +66,7 @@ class Checkpoint:
                 f"`checkpoint` is a folder with something other than a checkpoint: "
                 f"{path}. Pass an empty folder, or one that does not exist."
             )
+        # The description is there before any state, which is then never without one.
         text = json.dumps(self._problem).encode()
         self._path.mkdir(parents=True, exist_ok=True)
         self._replace(about, lambda file: file.write(text))
@@ -103,6 +104,7 @@ class Checkpoint:
         checksum = hashlib.sha256(saved).digest()
         self._replace(file, lambda out: out.writelines((saved, checksum)))
         end = time.monotonic()
+        # After `t` seconds of saving, at least `t / _SHARE` are for solving.
         self._next = end + (end - begin) / _SHARE
 
     def _replace(self, file: pathlib.Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -111,6 +113,8 @@ class Checkpoint:
             write(out)
             out.flush()
             os.fsync(out.fileno())
+        # The bytes are on the disk before the name is theirs, so that it always names a
+        # whole file: the old or the new one.
         partial.replace(file)
 
 
@@ -207,6 +211,8 @@ class ConjugateGradients:
         Raises `RuntimeError` if there is no progress.
         """
         while not self.is_done(state):
+            # Where the recurrence says that all is solved, the true residual has the
+            # last word.
             is_open = self._is_open(state.residual)
             state = self._step(state, is_open) if np.any(is_open) else self._anew(state)
             yield state

@@ -6,6 +6,7 @@ a panel is combined with itself and with half of the other panels.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ from .collect import (
 )
 from .grid import Grid, Index, Tile
 from .kernel import AbstractBlockKernel
+from .reductions import AbstractTwoSided
 
 
 class Kept(NamedTuple):
@@ -61,6 +63,7 @@ def _new_entries(
     """
     if counts is None and not any(map(grid.is_ragged, (0, 1))):
         return None
+    # The last block starts early. Its entries are new from where it would have started.
     are_new = [
         grid.start(side, index) + jnp.arange(size, dtype=jnp.int32) >= index * size
         for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
@@ -97,6 +100,7 @@ class Tiles:
         their derivative needs.
         """
         sides: list[Rows] = []
+        # Factors that nobody keeps are computed here, once for a block with itself.
         for side, of_side in enumerate(kept):
             if of_side is None and is_diagonal and side == 1:
                 of_side = sides[0]
@@ -114,6 +118,7 @@ class Tiles:
                 rows.slice(place, size)
                 for rows, place, size in safe_zip(sides, places, self.grid.sizes)
             )
+            # True of every place, but at compile time XLA does not know the places.
             always = jnp.asarray(places[0]) >= 0
             return self.kernel.block(first, None if is_diagonal else second, always)
 
@@ -187,20 +192,45 @@ class Tiles:
             for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
         ]
         are_new = _new_entries(grid, pair, counts)
-        images = [(tile.arrays, blocks, are_new)]
+        updated = [
+            collector.update(state, x, *blocks, are_new)
+            for collector, state, x in safe_zip(
+                self.collectors, states.arrays, tile.arrays
+            )
+        ]
         if grid.is_symmetric and not is_diagonal:
-            are_new = None if are_new is None else are_new.T
-            images.append((self.kernel.mirror(tile.arrays), blocks[::-1], are_new))
-        updated = []
-        for i, (collector, state) in enumerate(
-            safe_zip(self.collectors, states.arrays)
-        ):
-            # Arrays with rows only, or columns only, need no mirror image.
-            needed = images if collector.leaf.is_pairwise else images[:1]
-            for image, (rows, columns), are_new in needed:
-                state = collector.update(state, image[i], rows, columns, are_new)
-            updated.append(state)
+            updated = self._update_mirrored(updated, tile.arrays, blocks, are_new)
         return States(updated, tile.and_before(states.is_symmetric))
+
+    def _update_mirrored(
+        self,
+        states: list[PyTree[Array]],
+        tile: list[Array],
+        blocks: Sequence[Block],
+        are_new: Bool[Array, "rows columns"] | None,
+    ) -> list[PyTree[Array]]:
+        """The states after the mirror image of a tile, which has these blocks."""
+        mirror, updated = self.kernel.mirror, []
+        # Made only where it is needed, and once for all.
+        mirrored = functools.cache(lambda: mirror(tile))
+        for i, (collector, state) in enumerate(safe_zip(self.collectors, states)):
+            reduction = collector.reduction
+            # Arrays with rows only, or columns only, have no mirror image.
+            if not collector.leaf.is_pairwise:
+                updated.append(state)
+            elif mirror.is_transpose and isinstance(reduction, AbstractTwoSided):
+                updated.append(
+                    collector.update_mirrored(
+                        reduction, state, tile[i], *blocks, are_new
+                    )
+                )
+            else:
+                # The same entries are new, in exchanged blocks.
+                of_image = None if are_new is None else are_new.T
+                updated.append(
+                    collector.update(state, mirrored()[i], *blocks[::-1], of_image)
+                )
+        return updated
 
     def num_nans(
         self, tile: list[Array], pair: Int[Array, "2"], is_diagonal: bool
@@ -212,6 +242,7 @@ class Tiles:
             if leaf.is_pairwise and jnp.issubdtype(x.dtype, jnp.inexact):
                 nans = jnp.isnan(leaf.front(x))
                 num += jnp.sum(where_new(are_new, nans, False), dtype=jnp.int32)
+        # Those of the mirror image are entries of the kernel as well.
         return 2 * num if self.grid.is_symmetric and not is_diagonal else num
 
     def initial(self, first: Rows, second: Rows) -> States:
@@ -244,6 +275,8 @@ class Tiles:
                 "`reduce` must keep structure, shapes and dtypes of its state: `init` "
                 f"returned {before.arrays} and `update` {after.arrays}."
             )
+        # The carry of a loop keeps its type, which may name mesh axes. From here on,
+        # states have the types that updates return.
         return jtu.tree_map(with_type_of, after, states)
 
     def with_panel(
@@ -256,6 +289,7 @@ class Tiles:
     ) -> States:
         """The states after all tiles of a panel."""
         grid = self.grid
+        # Computed once for all columns that the panel meets.
         if panel is None:
             rows = first.slice(grid.panel_start(index), grid.panel_rows)
             panel = self.kernel.keep(0, rows, grid.sizes[0])
@@ -270,6 +304,8 @@ class Tiles:
             columns = other * grid.height + jnp.arange(grid.height, dtype=jnp.int32)
             return self._rectangle(states, panel, index, first, columns)
 
+        # The number of panels is odd, so that any two meet once. Of 5, panel 0 meets 1
+        # and 2; panel 3 meets 4 and 0; panel 4 meets 0 and 1.
         return _loop(step, states, range(1, (grid.num_panels + 1) // 2))
 
     def _square(self, states: States, panel: Rows, index: Index) -> States:
@@ -296,6 +332,7 @@ class Tiles:
         def with_column(states: States, column: Array) -> States:
             size = grid.sizes[1]
             rows = second.slice(grid.start(1, column), size)
+            # Factors of a column are computed once for all blocks of the panel.
             kept = self.kernel.keep(1, rows, size)
 
             def step(states: States, local: Array) -> States:
@@ -315,6 +352,7 @@ def _loop(
         return states
 
     xs = jnp.asarray(numbers, jnp.int32)
+    # XLA would unroll a loop of one step anyway.
     if len(numbers) == 1:
         return step(states, xs[0])
     return lax.scan(lambda states, x: (step(states, x), None), states, xs)[0]
@@ -333,6 +371,7 @@ def run_tiles(
     `panel` has the factors of all of the first examples, if available already.
     """
     if panel is None:
+        # Where nothing is kept, all rows are one panel.
         grid = grid.in_panels(kernel.num_kept(kernel.bytes_kept[0]))
     tiles = Tiles(kernel, grid, collectors)
     states = tiles.initial(first, second)

@@ -28,6 +28,7 @@ def balanced(total: int, size: int | None) -> int:
         return 1
     if size is None or size >= total:
         return total
+    # 9 examples in blocks of at most 4 make 3 blocks, for which 3 are enough.
     return math.ceil(total / math.ceil(total / size))
 
 
@@ -63,6 +64,7 @@ def check_block_size(size: BlockSize | str) -> BlockSize:
 
 
 def _least(x: Index, y: int) -> Index:
+    # What is known when tracing stays known, so that slices of it are static.
     return min(x, y) if isinstance(x, int) else jnp.minimum(x, y)
 
 
@@ -102,6 +104,7 @@ class Grid:
 
     def num(self, side: int) -> int:
         """The number of blocks of a side."""
+        # A side without examples has one empty block, for arrays of the other side.
         if self.sizes[side] == 0:
             return 1
         num = math.ceil(self.totals[side] / self.sizes[side])
@@ -121,6 +124,7 @@ class Grid:
             return self
         num_panels = math.ceil(num / height)
         num_panels += self.is_same and num_panels % 2 == 0
+        # Balanced again, for as many blocks as full panels have.
         rows = math.ceil(self.totals[0] / (math.ceil(num / num_panels) * num_panels))
         sizes = (rows, rows if self.is_same else self.sizes[1])
         return dataclasses.replace(self, sizes=sizes, num_panels=num_panels)
@@ -190,6 +194,8 @@ class Grid:
         blocks that follows it in cyclic order, so that all rows have about the same
         number of tiles.
         """
+        # Of 5 rows of tiles, (0, 3) and (0, 4) count for rows 3 and 4, so that each of
+        # the rows has 3 tiles on or above the diagonal.
         row, column = tile
         num = self.num(0)
         if self.is_symmetric and 2 * (column - row) > num:

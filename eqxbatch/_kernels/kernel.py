@@ -127,8 +127,10 @@ class KernelLeaf:
         self, whole: Shaped[Array, "..."], tile: Shaped[Array, "..."], *starts: Any
     ) -> Shaped[Array, "..."]:
         """The array with a tile whose rows and columns start at these places."""
+        # A tile of everything needs no copy.
         if tile.shape == whole.shape:
             return tile
+        # Of its further axes, a tile has all.
         place = [jnp.zeros((), jnp.int32) for _ in tile.shape]
         for axis, start in safe_zip(self.axes, starts):
             if axis is not None:
@@ -184,6 +186,7 @@ class TileMirror:
         if self.is_transpose:
             mirror = lambda leaf, x: jnp.conj(leaf.transposed(x))
             return of_pairs(self.leaves, mirror, tile)
+        # A user's function takes what `kernel_fn` returns, with what is no array in it.
         arrays = jtu.tree_leaves(self.symmetric(self.out.with_arrays(tile)))
         mirrored = [x for x in arrays if eqx.is_array(x)]
         for leaf, x, y in safe_zip(self.leaves, tile, mirrored):
@@ -301,6 +304,8 @@ class AbstractBlockKernel(eqx.Module):
         assert isinstance(self.sizes, tuple)
         is_symmetric = self.is_same and self.symmetric is not None
         grid = Grid.of(self.totals, self.sizes, self.is_same, is_symmetric)
+        # An array of one side alone has entries even if the other side has no examples:
+        # then there is one tile, with size 0 for that side.
         if any(not leaf.is_pairwise for leaf in self.leaves) and any(self.totals):
             rows, columns = map(min, grid.sizes, self.totals)
             return dataclasses.replace(grid, sizes=(rows, columns))
@@ -335,6 +340,8 @@ class AbstractBlockKernel(eqx.Module):
         """
         if not self.checks_symmetry:
             return None
+        # At most `_COMPARED` rows and columns are enough to find a mistake. The check
+        # has no derivative.
         step = compared_step(max(self.grid.sizes))
         sample = [
             lax.stop_gradient(leaf.every(x, step))
@@ -356,8 +363,9 @@ class AbstractBlockKernel(eqx.Module):
     def symmetrised(self, tile: list[Array]) -> list[Array]:
         """A tile on the diagonal, made exactly symmetric."""
         if self.symmetric is True:
-            one = lambda leaf, x: leaf.back(_with_common_entries(leaf.front(x)))
-            return of_pairs(self.leaves, one, tile)
+            # A transposition can be made piece by piece, and any other exchange cannot.
+            make = lambda leaf, x: leaf.back(_with_common_entries(leaf.front(x)))
+            return of_pairs(self.leaves, make, tile)
         both = lambda _, x, y: _common(x, y)
         return of_pairs(self.leaves, both, tile, self.mirror(tile))
 
@@ -379,6 +387,7 @@ def _rounding_of(eqn: Eqn) -> float:
     """The relative rounding error of the results of an equation."""
     dtypes = [x.aval.dtype for x in eqn.outvars if hasattr(x.aval, "dtype")]
     dtypes = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
+    # Where products cost more with all digits, their operands are rounded to bfloat16.
     if platform().exact_product > 1 and eqn.primitive.name in _PRODUCTS:
         # Of float64, they are exact, and the largest error counts.
         short = jnp.bfloat16
@@ -386,6 +395,7 @@ def _rounding_of(eqn: Eqn) -> float:
     return max((float(jnp.finfo(x).eps) for x in dtypes), default=0.0)
 
 
+# The primitives whose operands a device may round.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
@@ -401,6 +411,7 @@ def is_close(
         return xp.all(x == y)
     size = xp.maximum(xp.abs(x), xp.abs(y))
     size = xp.where(xp.isfinite(size), size, 0)
+    # An entry is small or not beside those of its row and of its column, [n].
     largest = xp.max(size, axis=tuple(range(1, x.ndim)), initial=0)
     scale = xp.maximum(largest[:, None], largest[None, :])
     scale = xp.expand_dims(scale, tuple(range(2, x.ndim)))
@@ -414,6 +425,7 @@ def _common(x: Shaped[Array, "..."], y: Shaped[Array, "..."]) -> Shaped[Array, "
     """A combination of two arrays that does not depend on their order."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jnp.where(x == y, x, (x + y) / 2)
+    # Real numbers have an order; the larger one is an entry and no new rounding.
     return jnp.maximum(x, y)
 
 
@@ -452,6 +464,7 @@ def leaves_at(out_axes: PyTree, out: PyTree) -> list[KernelLeaf]:
 
 def is_axes(x: object) -> bool:
     """Whether `axes` is a pair of axes, not a PyTree of pairs."""
+    # `True` is an int for Python, but not an axis.
     return (
         isinstance(x, tuple)
         and len(x) == 2
@@ -478,6 +491,7 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
         "None for an axis that is missing, as in `(0, None)` for a value for each row. "
         "For a kernel of single examples, pass `pairwise=True`."
     )
+    # Tiles would overwrite each other's array.
     if axes == (None, None):
         raise ValueError(
             f"`out_axes` gives output{path} neither rows nor columns, so that there "
@@ -493,5 +507,6 @@ def _make_leaf(path: str, axes: Any, struct: jax.ShapeDtypeStruct) -> KernelLeaf
             raise ValueError(
                 f"{got}, whose axis {axis} should be the axis of the {name}. {remedy}"
             )
+        # Counted from the front from here on.
         resolved.append(axis % len(shape))
     return KernelLeaf(path, (resolved[0], resolved[1]), shape, struct.dtype)

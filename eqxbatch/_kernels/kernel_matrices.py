@@ -40,7 +40,7 @@ from .grid import Grid, Sizes
 from .kernel import AbstractBlockKernel, compared_step, is_close
 from .on_devices import MeshAxis
 from .on_host import check_solve, Destination
-from .reductions import AbstractReduction, KernelProduct
+from .reductions import AbstractTwoSided, KernelProduct
 
 
 class AbstractKernelMatrix(eqx.Module):
@@ -74,7 +74,7 @@ class AbstractKernelMatrix(eqx.Module):
         """One column; `index` is in range."""
 
 
-class _OfTranspose(AbstractReduction[Total]):
+class _OfTranspose(AbstractTwoSided[Total]):
     """The product of the transpose of a kernel with two axes."""
 
     is_sum: ClassVar[bool] = True
@@ -90,7 +90,13 @@ class _OfTranspose(AbstractReduction[Total]):
         return self.reduction.init(struct)
 
     def update(self, state: Total, tile: Array, rows: Block, columns: Block) -> Total:
-        return self.reduction.update(state, tile.T, columns, rows)
+        # The transpose is the mirror image of the conjugate.
+        return self.reduction.update_mirrored(state, jnp.conj(tile), rows, columns)
+
+    def update_mirrored(
+        self, state: Total, tile: Array, rows: Block, columns: Block
+    ) -> Total:
+        return self.reduction.update(state, jnp.conj(tile), rows, columns)
 
     def merge(self, first: Total, second: Total) -> Total:
         return self.reduction.merge(first, second)
@@ -116,6 +122,7 @@ class ComputedMatrix(AbstractKernelMatrix):
         self.mesh_axis = transform.row_axis
         # Copies, as the caller may change NumPy arrays later.
         self.call = jtu.tree_map(as_jax, transform.called(x1, x2, **kwargs))
+        # Sizes are chosen once: diagonals and columns are computed in the same blocks.
         kernel = on_one_device(self.call)
         assert isinstance(kernel.sizes, tuple)
         self.sizes = kernel.sizes
@@ -183,6 +190,7 @@ def _diagonal_in_blocks(kernel: AbstractBlockKernel) -> Shaped[Array, " n"]:
     # Blocks of both sides start at the same places.
     size = min(*grid.sizes, num)
     grid = Grid((num, num), (size, size), grid.is_same, grid.is_symmetric)
+    # Tiles on the diagonal alone: `n * size` entries in place of `n * n`.
     tiles = Tiles(kernel, grid, [])
 
     def step(diagonal: Array, number: Array) -> tuple[Array, None]:
@@ -200,15 +208,15 @@ def _column_in_blocks(
 ) -> Shaped[Array, " n1"]:
     rows, columns = kernel.rows
     grid = Grid((rows.total, 1), (kernel.grid.sizes[0], 1), False, False)
-    collectors, one = make_collectors(kernel, None), columns.slice(index, 1)
-    column = run_tiles(kernel, grid, collectors, rows, one).arrays[0][:, 0]
+    collectors, example = make_collectors(kernel, None), columns.slice(index, 1)
+    column = run_tiles(kernel, grid, collectors, rows, example).arrays[0][:, 0]
     is_alone = isinstance(kernel, CalledKernel) and kernel.call.is_alone
     if not (is_alone and kernel.is_same):
         return column
     # Without `x2`, the function may add noise to the diagonal.
-    one = Grid(kernel.totals, (1, 1), True, kernel.grid.is_symmetric)
+    entries = Grid(kernel.totals, (1, 1), True, kernel.grid.is_symmetric)
     both = jnp.stack([index, index])
-    entry = Tiles(kernel, one, []).tile(both, is_diagonal=True).arrays[0]
+    entry = Tiles(kernel, entries, []).tile(both, is_diagonal=True).arrays[0]
     return lax.dynamic_update_slice(column, entry[:, 0], (index,))
 
 
@@ -252,6 +260,8 @@ class Reader:
         chunks = getattr(self.array, "chunks", None)
         if chunks is None:
             entries = platform().block_bytes // max(self.dtype.itemsize, 1)
+            # In memory, tiles can have any size. A square one of these bytes is
+            # multiplied while it is in a cache.
             size = max(math.isqrt(entries), 1)
             return _TileSizes(size, size)
         rows, columns = (max(size, 1) for size in chunks)
@@ -265,6 +275,7 @@ class Reader:
             [slice(start, min(start + size, total)) for start in range(0, total, size)]
             for total, size in safe_zip(self.shape, self._sizes)
         ]
+        # A tile that starts below the diagonal is the mirror image of one above it.
         return [
             (rows, columns)
             for rows in cuts[0]
@@ -314,6 +325,7 @@ class Reader:
             elif is_transposed:
                 rows, columns, tile = columns, rows, tile.T
             total[rows] += tile @ vectors[columns]
+            # The mirror image of a tile counts without being read.
             if self.is_hermitian and rows != columns:
                 total[columns] += _numpy_conj(tile).T @ vectors[rows]
         return total
@@ -340,9 +352,10 @@ class Reader:
         # What a tile on the diagonal has below it is stored, too.
         stop = min((index // size + 1) * size, rows) if self.is_hermitian else rows
         column = self._checked(self.array[:stop, index], [stop])
+        # Further down, entries are mirror images of those in the row `index`.
         if stop < rows:
-            rest = self._checked(self.array[index, stop:], [rows - stop])
-            column = np.concatenate([column, _numpy_conj(rest)])
+            below = self._checked(self.array[index, stop:], [rows - stop])
+            column = np.concatenate([column, _numpy_conj(below)])
         return column.astype(self.dtype, copy=False)
 
 
@@ -448,6 +461,7 @@ class StoredMatrix(AbstractKernelMatrix):
                     "types in all threads: `jax.config.update('jax_enable_x64', True)`."
                 )
             *batch, size, k = vectors.shape
+            # [size, batch * k]: vectors of all calls under `vmap` share one reading.
             flat = np.moveaxis(vectors, -2, 0).reshape(size, -1)[:height]
             product = self.reader.product(flat, is_transposed=is_transposed)
             product = np.pad(product, [(0, size - len(product)), (0, 0)])
@@ -514,5 +528,6 @@ class MatrixView(AbstractKernelMatrix):
         if not self.is_transposed:
             return self._conj(self.original.column(index))
         num = self.struct.shape[1]
+        # A column of the transpose is a row, which no matrix can read by itself.
         unit = jnp.zeros((num, 1), self.struct.dtype).at[index, 0].set(1)
         return self.product(unit)[:, 0]

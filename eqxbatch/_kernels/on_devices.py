@@ -135,6 +135,7 @@ def _reduced(
         padded = [*tiles, *[Tile(0, 0)] * missing]
         counts = [True] * len(tiles) + [False] * missing
         index = lax.axis_index(mesh_axis.name)
+        # [steps, devices, 2]: in each step, devices have tiles that follow each other.
         pair = jnp.array(padded, jnp.int32).reshape(-1, num, 2)
         counted = jnp.array(counts, bool).reshape(-1, num)
         return _Share(pair[:, index], counted[:, index])
@@ -143,6 +144,7 @@ def _reduced(
         kernel, reduce = operands
         tiles = Tiles(kernel, grid, make_collectors(kernel, reduce))
         states, always = tiles.initial(*kernel.rows), jnp.array(True)
+        # Computed before the loop, in which each step would compute them anew.
         kept = _all_kept(kernel, grid)
         for places, is_diagonal in grid.groups():
 
@@ -165,6 +167,7 @@ def _reduced(
     spread = PartitionSpec(mesh_axis.name)
     parts = on_each_device(run, operands, mesh_axis, spread)
     parts = jtu.tree_map(lambda x: replicated(x, mesh_axis.mesh), parts)
+    # Every device merges all states in the same order, to the same bits.
     merged = []
     for collector, part in safe_zip(collectors, parts.arrays):
         assert collector.reduction is not None
@@ -221,8 +224,9 @@ def _in_panels(kernel: AbstractBlockKernel, mesh_axis: MeshAxis) -> States:
 
 def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
     """The rows of one device, with an axis of devices for `is_symmetric`."""
-    grid, (rows, others) = kernel.grid, kernel.rows
+    grid, (rows, columns) = kernel.grid, kernel.rows
     num, total = mesh_axis.num, grid.totals[0]
+    # Panel `i` has the rows from `i * height` on; the last ones may lack some.
     height = -(-total // num)
     index = lax.axis_index(mesh_axis.name)
     collectors = make_collectors(kernel, None)
@@ -257,15 +261,16 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
 
         def joined(leaf: KernelLeaf, x: Array, y: Array) -> Array:
             row: Any = leaf.axes[0]
-            rest = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
-            return lax.concatenate([x, rest], row)
+            missing = lax.slice_in_dim(y, 2 * half - height, half, 1, row)
+            return lax.concatenate([x, missing], row)
 
         whole = of_pairs(kernel.leaves, joined, first, second)
         choose = lambda _, x, y: jnp.where(is_first, x, y)
         return of_pairs(kernel.leaves, choose, whole, kernel.mirror(whole))
 
+    # Of different sides, each device computes all columns of its rows.
     if not grid.is_same:
-        results, _ = block(panel(index), others, False)
+        results, _ = block(panel(index), columns, False)
         return States(
             [
                 x[None] if leaf.axes[0] is None else x
@@ -273,10 +278,12 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
             ]
         )
 
+    # [height, num * height]: the columns of all panels, with what pads the last one.
     results = [
         jnp.zeros(leaf.struct((height, num * height)).shape, leaf.dtype)
         for leaf in kernel.leaves
     ]
+    # All columns share the factors of the panel, if there is room for them.
     mine = panel(index)
     kept = None
     if kernel.num_kept(kernel.bytes_kept[0]) >= height:
@@ -289,6 +296,8 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
         return of_pairs(kernel.leaves, put, results, part)
 
     results = placed(results, diagonal, index)
+    # The devices are a ring. By symmetry, each computes what lies at most halfway
+    # around it, and gets the mirror images of all else.
     for distance in range(1, num if not grid.is_symmetric else (num + 1) // 2):
         other = (index + distance) % num
         part, _ = block(mine, panel(other), False, kept)
@@ -298,6 +307,7 @@ def _panel(mesh_axis: MeshAxis, kernel: AbstractBlockKernel) -> States:
             pairs = [(i, (i + distance) % num) for i in range(num)]
             sent = _sent(kernel.mirror(part), mesh_axis, pairs)
             results = placed(results, sent, (index - distance) % num)
+    # Two devices that are opposite to each other would both compute that block.
     if grid.is_symmetric and num % 2 == 0:
         results = placed(results, opposite(), (index + num // 2) % num)
     # Per-example arrays come from the diagonal.

@@ -137,10 +137,10 @@ class _Blocks:
             if len(self._blocks) > self._height:
                 # The panel stays, and columns pass by.
                 panel = 0, tile.row // self._height
-                others = (
+                columns = (
                     x for x in self._blocks if (x[0], x[1] // self._height) != panel
                 )
-                del self._blocks[next(others)]
+                del self._blocks[next(columns)]
             rows = None
             if self.stored[side]:
                 arrays = jax.device_put(self._read(key))
@@ -167,6 +167,7 @@ class _Blocks:
         if self.digests is None:
             return ""
         keys = [key for key in self._keys(tile) if self.stored[key[0]]]
+        # A run that is resumed asks for digests of blocks before it computes any.
         for key in keys:
             if key not in self.digests:
                 self._read(key)
@@ -211,6 +212,7 @@ def tile_by_tile(
     collectors = make_collectors(kernel, reduce)
     states = _initial(kernel, reduce).states
     blocks = _Blocks(kernel, stored)
+    # Diagonal tiles come last, as in one program.
     tiles = blocks.ordered([*grid.pairs(), *grid.diagonal()])
     with metered(destination.meter, len(tiles), 0) as step:
         waiting: collections.deque = collections.deque()
@@ -282,6 +284,7 @@ class _Team:
     def __init__(self, mesh_axis: MeshAxis | None, store: AbstractStore):
         self.devices: list = []
         self.rank, self.num = 0, 1
+        # Without a mesh, this process works alone, on the default device.
         if mesh_axis is None:
             return
         mesh = mesh_axis.mesh
@@ -315,6 +318,7 @@ class _Team:
         except Exception as e:
             error = e
         if self.num > 1:
+            # One that failed takes part, too: all others would wait for it forever.
             flags = multihost_utils.process_allgather(np.array(error is not None))
             if error is None and np.any(flags):
                 failed = np.flatnonzero(flags).tolist()
@@ -328,6 +332,7 @@ class _Team:
 
     def begin(self, make: Callable[[bool], AbstractWriter]) -> AbstractWriter:
         """Runs a function in the first process before all others."""
+        # The first process makes the store, which the others then find and open.
         if self.rank > 0:
             self.together()
         made = self.together(lambda: make(self.rank == 0))
@@ -349,6 +354,8 @@ def to_store(
     mark = lambda: _fingerprint(kernel)
     writer = team.begin(functools.partial(store.begin, arrays, mark))
     with contextlib.closing(writer):
+        # Digests tell a resumed run which rows have changed. No run in memory is
+        # resumed.
         resumes = not isinstance(store, HostStore)
         blocks = _Blocks(kernel, stored, resumes=resumes)
         team.together(lambda: _write(blocks, arrays, writer, meter, team))
@@ -369,6 +376,7 @@ def on_no_mesh() -> Iterator[None]:
 def _stored_arrays(leaves: Sequence[KernelLeaf], grid: Grid) -> list[StoredArray]:
     """The arrays of a kernel, with tiles as chunks."""
     return [
+        # Chunks are tiles: each is written as a whole, and by one tile only.
         StoredArray(
             leaf.path,
             leaf.struct(grid.totals).shape,
@@ -416,6 +424,7 @@ def _write(
         for tile in (*first, *grid.pairs(), *diagonal[len(first) :])
         if grid.part_of(tile, team.num) == team.rank
     ]
+    # A tile is computed if the store lacks a chunk of it or of its mirror image.
     wanted = _chunks_of_tiles(leaves, arrays, grid)
     made_of = {x: tile for tile in tiles for _, x in wanted[tile]}
     missing = {*writer.missing([*made_of], lambda x: blocks.source(made_of[x]))}
@@ -432,6 +441,8 @@ def _write(
                 has_mirror = any(i >= len(leaves) for part in parts for i, _ in part)
                 task = _Task(kernel, is_diagonal, has_mirror, meter is not None)
                 results = _computed(task, group, team.devices, blocks)
+                # Copies to the host begin as soon as tiles are ready, before a thread
+                # waits for them.
                 for x in jtu.tree_leaves(results):
                     x.copy_to_host_async()
                 yield writer, arrays, parts, results, [*map(blocks.source, group)]
@@ -452,6 +463,7 @@ def _write_tiles(
     sources: list[str],
 ) -> list[int]:
     """Writes the wanted chunks of some tiles; returns the NaNs in each tile."""
+    # Behind its arrays, each tile has two numbers; see `_results`.
     numbers = [np.asarray(tile[-1]) for tile in results]
     if any(is_wrong for _, is_wrong in numbers):
         raise ValueError(NOT_SYMMETRIC)
@@ -505,6 +517,7 @@ def tile_program(
     `blocks` has the examples of each side that are not in memory.
     """
     grid, pair = kernel.grid, jnp.zeros(2, jnp.int32)
+    # Rows that are read are arguments of the program, so that they count.
     kept = (
         None if x is None else kernel.keep(side, x, x.total)
         for side, x in enumerate(blocks)
@@ -534,10 +547,12 @@ def _computed(
         with jax.default_device(devices[0] if devices else None):
             pair = jnp.array(group[0], jnp.int32)
             return [_tile(task, pair, blocks.of(group[0]))]
+    # A mesh of these devices alone; other axes of the user's would repeat work.
     mesh_axis = MeshAxis(Mesh(np.array(devices), ("devices",)), "devices")
     # Devices without a tile repeat the work of another one.
     padded = [*group, *[group[0]] * (len(devices) - len(group))]
     stacked = _tiles_on_devices(task, jnp.array(padded, jnp.int32), mesh_axis)
+    # Every tile stays on its device, from which it is copied to the host.
     shards = [
         {shard.device: shard.data for shard in x.addressable_shards} for x in stacked
     ]
@@ -549,8 +564,10 @@ def _fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
     """The parts that identify a kernel, as JSON data."""
     grid = kernel.grid
     first, second = kernel.structs(grid.sizes)
+    # Another function is another kernel, and so is one that is traced otherwise.
     programs = [kernel.program(first, second)]
     if grid.is_same:
+        # A block with itself can be another program: `x2` is None then.
         programs.append(kernel.program(first, None))
     # How blocks below the diagonal follow from those above it is a part, too.
     symmetric = None
@@ -561,6 +578,7 @@ def _fingerprint(kernel: AbstractBlockKernel) -> dict[str, Any]:
             run = lambda tile: kernel.mirror(tile)
             programs.append(eqx.filter_make_jaxpr(run)(tile)[0])
             symmetric = digest_of_program(programs[-1])
+    # Chunks of another grid, or with other axes or dtypes, would not fit together.
     return {
         **fingerprint(kernel.parts, programs),
         "symmetric": symmetric,

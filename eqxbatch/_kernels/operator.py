@@ -128,9 +128,10 @@ class KernelOperator(AbstractTaggedOperator):
             )
         # All other keyword arguments are those of the kernel function.
         settings = {name: kwargs.pop(name) for name in _SETTINGS if name in kwargs}
+        # Without examples there is nothing to compute: the kernel is numbers already.
         if x1 is None:
-            others = {**settings, "x2": x2, "store": is_stored, **kwargs}
-            self.matrix = _stored_matrix(kernel, symmetric, others)
+            more = {**settings, "x2": x2, "store": is_stored, **kwargs}
+            self.matrix = _stored_matrix(kernel, symmetric, more)
         else:
             settings = {"block_size": None, **settings}
             transform = BatchKernel(kernel, symmetric=symmetric, **settings)
@@ -142,6 +143,8 @@ class KernelOperator(AbstractTaggedOperator):
                     "kernel into a `store`. Pass `store='host'`, or a path."
                 )
             self.matrix = computed
+            # Products read the stored kernel. A column is computed where examples can
+            # be had again, because reading it takes all tiles that it passes.
             if is_stored:
                 reader = Reader(computed.stored(store, meter), computed.is_hermitian)
                 self.matrix = StoredMatrix(reader, None if reads else computed)
@@ -164,6 +167,7 @@ class KernelOperator(AbstractTaggedOperator):
                 f"`vector` must have {num} rows, as the kernel has {num} columns; got "
                 f"shape {vectors.shape}."
             )
+        # A matrix multiplies columns, [n2, k].
         if vectors.ndim == 1:
             return self.matrix.product(vectors[:, None])[:, 0]
         return self.matrix.product(vectors)
@@ -183,6 +187,7 @@ class KernelOperator(AbstractTaggedOperator):
             raise ValueError(
                 f"`index` must be the index of one of the {num} columns; got {index}."
             )
+        # A traced index is known at run time only.
         column = eqx.error_if(
             jnp.asarray(index, jnp.int32),
             (jnp.asarray(index) < 0) | (jnp.asarray(index) >= num),
@@ -193,6 +198,7 @@ class KernelOperator(AbstractTaggedOperator):
     def transpose(self) -> "KernelOperator":
         if lineax.is_symmetric(self):
             return self
+        # A view: its products come from the same tiles.
         transposed = MatrixView.of(self.matrix, "is_transposed")
         return eqx.tree_at(lambda x: x.matrix, self, transposed)
 
@@ -206,11 +212,12 @@ class KernelOperator(AbstractTaggedOperator):
 
 
 def _stored_matrix(
-    array: Any, symmetric: bool | None, others: dict[str, Any]
+    array: Any, symmetric: bool | None, settings: dict[str, Any]
 ) -> StoredMatrix:
     """The matrix of a kernel that is stored already."""
     check_stored(array)
-    names = [name for name, x in others.items() if x is not None and x is not False]
+    # None and False are what arguments are that nobody passed.
+    names = [name for name, x in settings.items() if x is not None and x is not False]
     if names:
         raise ValueError(
             "A kernel that is stored takes no other settings than `symmetric` and "
@@ -221,10 +228,12 @@ def _stored_matrix(
         raise ValueError(
             f"A kernel with `symmetric=True` must be square; got shape {array.shape}."
         )
+    # The host multiplies what is stored.
     array = np.asarray(array) if isinstance(array, jax.Array) else array
     return StoredMatrix(Reader(array, is_hermitian, is_checked=is_hermitian))
 
 
+# lineax finds by type what it cannot do by products.
 @lineax.materialise.register(KernelOperator)
 def _whole_kernel(operator: KernelOperator) -> lineax.AbstractLinearOperator:
     return lineax.MatrixLinearOperator(operator.as_matrix(), operator.tags)

@@ -4,16 +4,17 @@ import abc
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
-from jaxtyping import Array, Inexact, Int, Shaped
+from jaxtyping import Array, Inexact, Shaped
 
-from .._base.checks import check_at_least, check_equal
+from .._base.checks import check_equal
+from .._base.cpu import in_turn
 from .._base.dtypes import power_of_two, widened
 from .._base.platforms import exact_products
 from .._base.types import as_jax, check_fields
@@ -115,6 +116,24 @@ class AbstractReduction(eqx.Module, Generic[_State]):
         """Returns the result, from the state after the last block."""
 
 
+class AbstractTwoSided(AbstractReduction[_State]):
+    """A reduction that takes the mirror image of a block without transposing it.
+
+    XLA for CPUs transposes a block of 1,000 rows and columns in the time of several
+    products with it.
+    """
+
+    @abc.abstractmethod
+    def update_mirrored(
+        self, state: _State, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _State:
+        """The state after the mirror image of a block: its conjugate transpose.
+
+        The arguments are those of the block itself, so that the mirror image has the
+        rows `columns` and the columns `rows`.
+        """
+
+
 def sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
     return jax.eval_shape(widened, jax.ShapeDtypeStruct((), struct.dtype)).dtype
 
@@ -124,10 +143,17 @@ def most_blocks(kernel: jax.ShapeDtypeStruct) -> int:
     return math.prod(kernel.shape[:2])
 
 
-def _with_rows(whole: _State, part: _State, rows: Block) -> _State:
+def with_rows(whole: _State, part: _State, rows: Block) -> _State:
     """Arrays with other rows in place of those of a block."""
     put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, rows.start, 0)
-    return jtu.tree_map(put, whole, part)
+    # All new rows are there before any is written. XLA would compute those of one array
+    # from the old rows of another, again, and copy whole arrays for that in each step.
+    return jtu.tree_map(put, whole, in_turn(part))
+
+
+def _added_to(state: Total, part: Array, rows: Block) -> Total:
+    """The sums with those of a block of rows."""
+    return with_rows(state, jtu.tree_map(rows.take, state).added(part), rows)
 
 
 def _begun(zeros: Array, num: int, dtype: Any) -> Total:
@@ -135,7 +161,7 @@ def _begun(zeros: Array, num: int, dtype: Any) -> Total:
     return Total(zeros, None, dtype).before(num)
 
 
-class KernelProduct(AbstractReduction[Total]):
+class KernelProduct(AbstractTwoSided[Total]):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
@@ -181,6 +207,7 @@ class KernelProduct(AbstractReduction[Total]):
         dtype = jnp.result_type(kernel.dtype, vectors.dtype)
         shape = (kernel.shape[0], *kernel.shape[2:], *vectors.shape[1:])
         wide = sum_dtype(jax.ShapeDtypeStruct((), dtype))
+        # A row is the sum of one product for each block of columns: at most `n2`.
         return _begun(jnp.zeros(shape, wide), kernel.shape[1], dtype)
 
     def update(
@@ -188,11 +215,27 @@ class KernelProduct(AbstractReduction[Total]):
     ) -> Total:
         vectors = columns.take(self.vectors).astype(state.dtype)
         tile, wide = tile.astype(state.dtype), state.total.dtype
+        # [rows, columns, ...] and [columns, k] make [rows, ..., k].
         with exact_products():
             part = jnp.tensordot(
                 tile, vectors, ((1,), (0,)), preferred_element_type=wide
             )
-        return _with_rows(state, jtu.tree_map(rows.take, state).added(part), rows)
+        return _added_to(state, part, rows)
+
+    def update_mirrored(
+        self, state: Total, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Total:
+        vectors = rows.take(self.vectors).astype(state.dtype)
+        tile, wide = jnp.conj(tile.astype(state.dtype)), state.total.dtype
+        # [rows, k] and [rows, columns, ...] make [k, columns, ...]. Both are read as
+        # they are stored, with the rows first.
+        with exact_products():
+            part = jnp.tensordot(
+                vectors, tile, ((0,), (0,)), preferred_element_type=wide
+            )
+        if vectors.ndim > 1:
+            part = jnp.moveaxis(part, 0, -1)
+        return _added_to(state, part, columns)
 
     def merge(self, first: Total, second: Total) -> Total:
         return first.plus(second.whole())
@@ -213,6 +256,7 @@ class Norm(eqx.Module):
 
     @staticmethod
     def begun(kernel: jax.ShapeDtypeStruct) -> "Norm":
+        # Real, also for a complex kernel.
         zero = jnp.zeros((), jnp.finfo(sum_dtype(kernel)).dtype)
         return Norm(zero, _begun(zero, most_blocks(kernel), zero.dtype))
 
@@ -228,8 +272,10 @@ class Norm(eqx.Module):
 
     def including(self, tile: Array) -> "Norm":
         """The norm with the entries of one more tile."""
+        # A norm is the same for any scale, which has no derivative for that reason.
         top = jnp.max(jnp.abs(lax.stop_gradient(tile)), initial=0)
         new = dataclasses.replace(self, largest=jnp.maximum(self.largest, top))
+        # The square of a complex entry is that of its two parts, which need no root.
         is_real = jnp.issubdtype(tile.dtype, jnp.floating)
         parts = [tile] if is_real else [jnp.real(tile), jnp.imag(tile)]
         squares = [jnp.sum((part / new.scale) ** 2) for part in parts]
@@ -250,7 +296,7 @@ class Norm(eqx.Module):
         return jnp.sqrt(self.squares.whole().total)
 
 
-class FrobeniusNorm(AbstractReduction[Norm]):
+class FrobeniusNorm(AbstractTwoSided[Norm]):
     """The Frobenius norm of the kernel, a real scalar.
 
     For kernels in half precision, it is computed and returned in float32. Raises
@@ -287,158 +333,14 @@ class FrobeniusNorm(AbstractReduction[Norm]):
         del rows, columns
         return state.including(widened(tile))
 
+    def update_mirrored(
+        self, state: Norm, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Norm:
+        # The mirror image has the same absolute values.
+        return self.update(state, tile, columns, rows)
+
     def merge(self, first: Norm, second: Norm) -> Norm:
         return first.merged(second)
 
     def finalize(self, state: Norm) -> Inexact[Array, ""]:
         return state.root * state.scale
-
-
-class Neighbours(NamedTuple):
-    """The result of [`eqxbatch.TopK`][].
-
-    - `values`: the largest entries of each row in descending order, shape `(n1, k)`.
-    - `indices`: their columns, shape `(n1, k)`.
-    """
-
-    values: Shaped[Array, "n1 k"]
-    indices: Int[Array, "n1 k"]
-
-
-class _Nearest(eqx.Module):
-    """The largest entries so far; only those above `-inf` have a column."""
-
-    values: Shaped[Array, "n1 k"]
-    indices: Int[Array, "n1 k"]
-    num_columns: int = eqx.field(static=True)
-
-
-class TopK(AbstractReduction[_Nearest]):
-    """The `k` largest entries of each row and their columns: nearest neighbours.
-
-    NaN counts as larger than all numbers, whatever its sign. Of equal entries, those
-    with the smallest columns come first, whatever the block size.
-
-    **Arguments:**
-
-    - `k`: the number of entries for each row, at least 1.
-    - `without_self`: whether to exclude the diagonal, because each example is its own
-        nearest neighbour.
-
-    **Returns:**
-
-    An [`eqxbatch.results.Neighbours`][].
-
-    Raises `ValueError` if a row has fewer than `k` entries, or for a kernel with more
-    than two axes. Raises `TypeError` unless the kernel has a real floating-point dtype.
-
-    !!! example
-
-        ```python
-        >>> import eqxbatch, jax.numpy as jnp
-        >>> kernel = eqxbatch.filter_batch_kernel(
-        ...     lambda x, y: -abs(x - y.T),
-        ...     block_size=2,
-        ...     reduce=eqxbatch.TopK(1, without_self=True),
-        ... )
-        >>> x = jnp.array([0.0, 1.0, 3.0, 7.0])[:, None]
-        >>> print(kernel(x, x).indices[:, 0])
-        [1 0 1 2]
-
-        ```
-    """
-
-    k: int = eqx.field(static=True)
-    without_self: bool = eqx.field(static=True, default=False)
-
-    def __check_init__(self) -> None:
-        check_fields(self)
-        check_at_least("k", self.k, 1)
-
-    @property
-    def neutral(self) -> float:
-        return -math.inf
-
-    def init(self, kernel: jax.ShapeDtypeStruct) -> _Nearest:
-        if len(kernel.shape) != 2:
-            raise ValueError(
-                "TopK needs a kernel with one number for each pair of examples; got "
-                f"shape {kernel.shape}. Take the trace over the other axes."
-            )
-        if not jnp.issubdtype(kernel.dtype, jnp.floating):
-            raise TypeError(
-                f"TopK needs a kernel of real numbers; got dtype {kernel.dtype}. Cast "
-                "what `kernel_fn` returns."
-            )
-        most = max(kernel.shape[1] - self.without_self, 0)
-        has_rows = kernel.shape[0] > 0
-        if has_rows and self.k > most:
-            raise ValueError(
-                f"`k` must be at most the number of entries of a row, {most}; got "
-                f"{self.k}."
-            )
-        shape = (kernel.shape[0], self.k)
-        values = jnp.full(shape, -jnp.inf, kernel.dtype)
-        return _Nearest(values, jnp.full(shape, -1, jnp.int32), kernel.shape[1])
-
-    def update(
-        self, state: _Nearest, tile: MatrixTile, rows: Block, columns: Block
-    ) -> _Nearest:
-        column = columns.start + jnp.arange(columns.size, dtype=jnp.int32)
-        if self.without_self:
-            row = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
-            is_self = row[:, None] == column[None, :]
-            tile = jnp.where(is_self, jnp.asarray(-jnp.inf, tile.dtype), tile)
-        # At most `k` entries of a tile can be among the largest of all. Of equal ones,
-        # the first ones are taken.
-        _, index = lax.top_k(_ranked(tile), min(self.k, columns.size))
-        values = jnp.take_along_axis(tile, index, axis=1)
-        new = _Nearest(values, column[index], state.num_columns)
-        merged = self.merge(jtu.tree_map(rows.take, state), new)
-        return _with_rows(state, merged, rows)
-
-    def merge(self, first: _Nearest, second: _Nearest) -> _Nearest:
-        values = jnp.concatenate([first.values, second.values], axis=1)
-        indices = jnp.concatenate([first.indices, second.indices], axis=1)
-        # Tiles need not come in the order of their columns. In ascending order, NaN is
-        # the last value, and the smallest column is the last of equal values.
-        values, last = lax.sort((values, -indices), dimension=1, num_keys=2)
-        largest = lambda x: x[:, : -self.k - 1 : -1]
-        return _Nearest(largest(values), -largest(last), first.num_columns)
-
-    def finalize(self, state: _Nearest) -> Neighbours:
-        # An entry of `-inf` looks like an excluded one. If such entries are among the
-        # largest, all columns of larger entries are known, and the other columns have
-        # `-inf`.
-        is_low = state.values == -jnp.inf
-        # Indices past the last column stand for no column; they are distinct.
-        none = state.num_columns + jnp.arange(self.k + 1, dtype=jnp.int32)
-        taken = jnp.where(is_low, none[None, :-1], state.indices)
-        if self.without_self:
-            row = jnp.arange(taken.shape[0], dtype=jnp.int32)
-            itself = jnp.where(row < state.num_columns, row, none[-1])
-            taken = jnp.concatenate([taken, itself[:, None]], axis=1)
-        rank = jnp.cumsum(is_low, axis=1, dtype=jnp.int32) - 1
-        return Neighbours(
-            state.values, jnp.where(is_low, _missing(taken, rank), state.indices)
-        )
-
-
-def _ranked(x: Array) -> Array:
-    """Numbers that `jax.lax.top_k` ranks as their values.
-
-    It ranks a NaN by its sign, which is set for 0 / 0 on x86, and -0.0 below 0.0.
-    """
-    x = lax.stop_gradient(x)
-    return jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x)).astype(x.dtype)
-
-
-def _missing(
-    taken: Int[Array, "rows m"], rank: Int[Array, "rows k"]
-) -> Int[Array, "rows k"]:
-    """The columns with these ranks among those that are not taken, for each row."""
-    taken = jnp.sort(taken, axis=1)
-    # The number of columns before each taken column that are not taken.
-    before = taken - jnp.arange(taken.shape[1], dtype=jnp.int32)[None]
-    passed = jax.vmap(functools.partial(jnp.searchsorted, side="right"))(before, rank)
-    return rank + passed.astype(jnp.int32)

@@ -75,6 +75,7 @@ class Examples(NamedTuple):
         first = {name: pair[0] for name, pair in pairs.items()}
         sides = [Side(x1, keys.first, first, *axes, is_second=False)]
         if not is_same:
+            # Sides that differ by keys or in one pair share all other arguments.
             second = {name: x if y is None else y for name, (x, y) in pairs.items()}
             x2 = x1 if x2 is None else x2
             sides.append(Side(x2, keys.second, second, *axes, is_second=True))
@@ -150,6 +151,7 @@ class Stored:
         """As many rows as in `like`, in memory."""
         read, stop = [], start + like.total
         for x, struct, axis in safe_zip(self.arrays, like.arrays, like.axes):
+            # An array in memory, beside others that are not.
             if isinstance(x, jax.Array):
                 rows = lax.dynamic_slice_in_dim(x, start, like.total, axis)
             else:
@@ -200,12 +202,15 @@ class Side:
         kwargs_axes = {name: self.kwargs_axes.get(name, default) for name in kwargs}
         name = _CALLS[self.is_second]
         try:
+            # All keys are split at once, so that they do not depend on the blocks.
             if key is not None:
                 if self.in_axes is not None:
                     of_x = split_batch(name, (axes,), (x,), {}, num_leading=None)
                     key = each_key(key, of_x.total())
                 kwargs, kwargs_axes = {**kwargs, "key": key}, {**kwargs_axes, "key": 0}
             both = (axes, kwargs_axes), (x, kwargs), {}
+            # Lengths are compared here, where the argument of the user still has its
+            # name.
             batch = split_batch(name, *both, num_leading=None)
             batch.total()
         except ValueError as e:
@@ -269,6 +274,7 @@ def _with_stored(side: Side) -> Side:
     whole = jtu.tree_map(lambda x: stored.get(id(x), (x, x))[1], side)
     batch, arrays = whole.batch, {id(y): x for x, y in stored.values()}
     axes = {id(x): axis for x, axis in safe_zip(batch.arrays, batch.axes)}
+    # Rows must be next to each other where they are stored, to be read alone.
     for key, x in arrays.items():
         if axes.get(key) != 0:
             raise ValueError(

@@ -257,6 +257,7 @@ def _solved(
                 saved.save("state", arrays, even_if_slow=is_last)
             if is_last:
                 break
+    # Out of steps: what is not a solution must not look like one.
     if not method.is_done(state):
         raise RuntimeError(
             f"After {max_steps} products, the largest relative residual is "
@@ -278,6 +279,7 @@ class _Probe(NamedTuple):
 
 def _probe(matrix: "AbstractKernelMatrix") -> _Probe:
     struct = matrix.struct
+    # The same vector in every run, so that products of two runs can be compared.
     vector = np.random.default_rng(0).standard_normal((struct.shape[0], 1))
     short = np.result_type(struct.dtype, np.float32)
     with standard_promotion():
@@ -304,6 +306,7 @@ def _default_rtol(matrix: "AbstractKernelMatrix") -> float:
     """What the residuals of products with a kernel can reach, for most kernels."""
     from .kernel_matrices import StoredMatrix
 
+    # Products are in float64 there; otherwise, they have the digits of the kernel.
     if isinstance(matrix, StoredMatrix) or jnp.zeros(()).dtype == jnp.float64:
         return 1e-6
     return min(1_000 * float(jnp.finfo(matrix.struct.dtype).eps), 0.01)
@@ -359,6 +362,7 @@ def _checked_right(operator: "KernelOperator", y: Array | np.ndarray) -> _RightS
             f"`y` must have {struct.shape[0]} rows, as the kernel has; got shape "
             f"{y.shape}."
         )
+    # [n, k], in double precision, as are all vectors of the solver.
     right = as_numpy(y).reshape(struct.shape[0], math.prod(y.shape[1:]))
     right = right.astype(np.result_type(right.dtype, np.float64))
     if is_complex(struct):
@@ -376,12 +380,14 @@ def _column_scales(columns: Inexact[np.ndarray, "n k"]) -> Inexact[np.ndarray, "
     they are squared, and no entry is rounded.
     """
     largest = np.max(np.abs(columns), axis=0, initial=0)
+    # `x = m 2^e` with `0.5 <= m < 1`, so that `2^(e - 1)` is at most `x`.
     _, exponents = np.frexp(np.where(largest > 0, largest, 1))
     return np.ldexp(1.0, exponents - 1)
 
 
 def _check_meter(meter: AbstractProgressMeter) -> None:
     try:
+        # Found out before the solve, not after its first product.
         inspect.signature(meter.step).bind(None, 0, 1.0)
     except TypeError:
         raise TypeError(
@@ -396,6 +402,7 @@ def _ridged_product(operator: "KernelOperator", ridge: float) -> Product:
 
     def product(vectors: np.ndarray, is_exact: bool) -> np.ndarray:
         fast = np.result_type(short, np.complex64) if is_complex(vectors) else short
+        # A residual that decides needs all digits; the recurrence does without.
         dtype = vectors.dtype if is_exact else fast
         with standard_promotion():
             image = matrix.product(vectors.astype(dtype))
@@ -410,6 +417,8 @@ def _preconditioner(
     """Applies the inverse of `factor @ factor.T + ridge`."""
     if factor is None:
         return lambda residual: residual
+    # Woodbury: (F F^T + r)^-1 = (1 - F (F^T F + r)^-1 F^T) / r, with a matrix of the
+    # size of the rank.
     gram = factor.T @ factor
     # What is subtracted must not be 1 up to rounding.
     ridge = max(ridge, _LEAST_RIDGE * np.trace(gram))
@@ -430,6 +439,7 @@ def _factor(
         return None
     arrays = None if saved is None else saved.load("preconditioner")
     if arrays is None:
+        # It takes a column of the kernel for each rank, and so it is saved at once.
         arrays = {"factor": _partial_cholesky(operator.matrix, rank)}
         if saved is not None:
             saved.save("preconditioner", arrays, even_if_slow=True)
@@ -446,6 +456,7 @@ def _partial_cholesky(
     """A partial Cholesky decomposition, by the largest entries left on the diagonal."""
     diagonal = matrix.diagonal()
     check_solve(diagonal)  # A kernel function may close over traced arrays.
+    # The diagonal of what the factor does not explain so far.
     left = np.array(diagonal, np.float64)
     factor = np.zeros((len(left), rank))
     # Smaller entries are rounding errors, beyond the numerical rank.
@@ -455,6 +466,7 @@ def _partial_cholesky(
         column = np.asarray(matrix.column(jnp.asarray(pivot, jnp.int32)), np.float64)
         if not left[pivot] > least or not np.all(np.isfinite(column)):
             return factor[:, :i]
+        # The same column of what is left, so that the factor explains it exactly.
         factor[:, i] = (column - factor @ factor[pivot]) / np.sqrt(left[pivot])
         left -= factor[:, i] ** 2
     return factor

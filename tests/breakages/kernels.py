@@ -49,8 +49,8 @@ BREAKAGES = [
     Breakage(
         "a column of a complex kernel on disk is mirrored without conjugate",
         "Reader.column",
-        "np.concatenate([column, _numpy_conj(rest)])",
-        "np.concatenate([column, rest])",
+        "np.concatenate([column, _numpy_conj(below)])",
+        "np.concatenate([column, below])",
         "tests/kernels -k is_the_kernel",
     ),
     Breakage(
@@ -76,10 +76,38 @@ BREAKAGES = [
     ),
     Breakage(
         "a NaN with its sign bit set is the smallest entry",
-        "TopK.update",
-        "_ranked(tile)",
-        "tile",
+        "TopK._updated",
+        "_ranked(values)",
+        "values",
         "tests/kernels/test_reductions.py -k equal_entries",
+    ),
+    Breakage(
+        "a group of columns without its last one cannot have the largest entry",
+        "_largest_of_groups",
+        "lax.slice_in_dim(tile, stop, num, 1, axis)",
+        "lax.slice_in_dim(tile, stop, num - 1, 1, axis)",
+        "tests/kernels/test_reductions.py -k groups",
+    ),
+    Breakage(
+        "the largest entry of a group drops NaN",
+        "_largest",
+        "(x >= y) | (x != x)",
+        "x >= y",
+        "tests/kernels/test_reductions.py -k groups",
+    ),
+    Breakage(
+        "entries so far come before those of the tile, whatever their columns",
+        "TopK._updated",
+        "old.indices < columns.start + columns.size",
+        "old.indices < columns.start",
+        "tests/kernels/test_reductions.py -k equal_entries",
+    ),
+    Breakage(
+        "the mirror image of a complex kernel is multiplied without conjugate",
+        "KernelProduct.update_mirrored",
+        "jnp.conj(tile.astype(state.dtype))",
+        "tile.astype(state.dtype)",
+        "tests/kernels/test_reductions.py -k mirror_images",
     ),
     Breakage(
         "reverse mode keeps all tiles of a product",

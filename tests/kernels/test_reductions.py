@@ -217,6 +217,71 @@ def test_equal_entries_and_nans(size, driver, dtype):
             np.testing.assert_array_equal(found.values.astype(jnp.float32), values)
 
 
+@pytest.mark.parametrize(
+    ("total", "size", "k"),
+    # With a last group that is smaller, and without; one block, and several.
+    variants(((70, 35, 2), (97, 97, 2), (64, 64, 4), (90, (33, 41), 1)), (70, 35, 2)),
+)
+def test_the_largest_of_groups_of_columns(total, size, k):
+    """With many columns, only those are ranked whose group has a large entry."""
+    rng = np.random.default_rng(0)
+    square = np.triu(_with_ties(rng, (total, total)))
+    # Most rows have few NaNs, in any place of a group.
+    few = np.triu(rng.integers(-5, 5, (total, total))).astype(np.float32)
+    square = np.where(np.triu(rng.random((total, total))) < 0.95, few, square)
+    square += np.triu(square, 1).T
+    entries, rows = jnp.asarray(square), jnp.arange(total)
+    kernel = lambda i, j=None: entries[i[:, None], (i if j is None else j)[None, :]]
+    others = np.arange(total - 1) + (np.arange(total - 1) >= np.arange(total)[:, None])
+    without_self = _largest(np.take_along_axis(square, others, 1), k)
+    for symmetric in (False, True):
+        settings = {"block_size": size, "symmetric": symmetric}
+        found = filter_batch_kernel(kernel, reduce=TopK(k), **settings)(rows)
+        np.testing.assert_array_equal(found.indices, _largest(square, k))
+        values = np.take_along_axis(square, np.asarray(found.indices), 1)
+        np.testing.assert_array_equal(found.values, values)
+        found = filter_batch_kernel(kernel, reduce=TopK(k, True), **settings)(rows)
+        expected = np.take_along_axis(others, without_self, 1)
+        np.testing.assert_array_equal(found.indices, expected)
+
+
+@pytest.mark.parametrize("size", variants((4, 5), 5))
+def test_products_with_mirror_images(size, getkey):
+    """Of a block, without transposing it: of complex numbers, and with more axes."""
+    x = normal(getkey(), (13, 3))
+    turned = np.exp(1j * np.asarray(x[:, :1] - x[:, :1].T))
+    hermitian = (np.asarray(rbf(x)) * turned).astype(np.complex64)
+    stack = np.stack([np.asarray(rbf(x)), 2 * np.asarray(rbf(x))], axis=-1)
+    one, many = normal(getkey(), (13,)), normal(getkey(), (13, 4))
+    dense = {"hermitian": hermitian, "stack": stack}
+
+    def kernel(i, j=None):
+        j = i if j is None else j
+        return {
+            name: jnp.asarray(whole)[i[:, None], j[None, :]]
+            for name, whole in dense.items()
+        }
+
+    run = lambda reduce: filter_batch_kernel(
+        kernel, block_size=size, symmetric=True, reduce=reduce
+    )(jnp.arange(13))
+    for vectors in (one, many):
+        products = run(
+            {
+                name: KernelProduct(vectors.astype(whole.dtype))
+                for name, whole in dense.items()
+            }
+        )
+        for name, whole in dense.items():
+            expected = np.tensordot(whole, vectors, ((1,), (0,)))
+            np.testing.assert_allclose(
+                products[name], expected, rtol=1e-4, atol=1e-5, err_msg=name
+            )
+    norms = run(FrobeniusNorm())
+    for name, whole in dense.items():
+        np.testing.assert_allclose(norms[name], np.linalg.norm(whole), rtol=1e-5)
+
+
 def test_gradient_of_the_largest_entries():
     """Of equal entries, the one that is returned has the derivative."""
     dense = jnp.array([[0.0, -0.0, 1.0, 1.0, 0.0], [2.0, 2.0, 2.0, 0.0, 2.0]])
