@@ -79,6 +79,7 @@ def check_models(init: Callable, key: Any) -> None:
         }
         for draw in drawn
     )
+    # Without arrays, all samples would be the same model.
     if not first:
         raise ValueError(
             f"`init` must return a model with arrays in it; got {shown(drawn[0])}, "
