@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ def widened(x: Array) -> Array:
 def widest(*dtypes: Any) -> np.dtype:
     """The real dtype with the most digits among these, and at least float32."""
     reals = [jnp.finfo(dtype).dtype for dtype in dtypes]
-    return max((jnp.dtype(jnp.float32), *reals), key=lambda dtype: dtype.itemsize)
+    return max((jnp.dtype(jnp.float32), *reals), key=operator.attrgetter("itemsize"))
 
 
 def common_dtype(*dtypes: Any) -> Any:

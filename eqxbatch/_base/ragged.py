@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Integer, Num
 
 from .jaxpr_types import DType, Eqn, Jaxpr, JaxprAndConsts, Params, Value
+from .jaxprs import equations_in
 from .trees import safe_zip
 from .versions import Closed, with_consts
 
@@ -137,12 +138,20 @@ batching.primitive_batchers[RAGGED_DOT] = _vmapped
 mlir.register_lowering(RAGGED_DOT, mlir.lower_fun(_ragged_dot, multiple_results=False))
 
 
+# The primitive that is replaced.
+_OF_JAX = "ragged_dot_general"
+
+
 def with_mapped_products(closed: JaxprAndConsts) -> JaxprAndConsts:
     """A closed jaxpr in which `jax.vmap` maps ragged products.
 
     Those are left as they are that have axes of a batch, or groups along an axis that
     is summed over, and those in the rules of custom derivatives.
     """
+    # Most programs have none, which the names of their equations tell at once.
+    names = {eqn.primitive.name for eqn in equations_in(closed)}
+    if _OF_JAX not in names:
+        return closed
     jaxpr = _replaced(closed.jaxpr)
     is_same = jaxpr is closed.jaxpr
     return closed if is_same else with_consts(jaxpr, closed.consts)
@@ -157,7 +166,7 @@ def _replaced(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equation(eqn: Eqn) -> Eqn:
-    if eqn.primitive.name == "ragged_dot_general":
+    if eqn.primitive.name == _OF_JAX:
         params = _params(eqn)
         if params is None:
             return eqn

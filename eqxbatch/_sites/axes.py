@@ -1,6 +1,7 @@
 """Axes of factors, told apart by what they run along."""
 
 import enum
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -105,4 +106,4 @@ def axes_in(terms: Iterable[Named]) -> dict[Axis, None]:
     """The axes that some terms have, in their order."""
     # Names are strings, so a set would have another order in each process, and programs
     # would differ.
-    return dict.fromkeys(axis for _, axes in terms for axis in axes)
+    return dict.fromkeys(itertools.chain.from_iterable(x.axes for x in terms))

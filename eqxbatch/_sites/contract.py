@@ -5,6 +5,7 @@ Terms are contracted two at a time, in the order that is the cheapest.
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -80,13 +81,15 @@ def _expression(terms: Sequence[Axes], out: Axes) -> str:
     symbols: dict[Axis, str] = {}
     parts = [
         "".join(
-            # There may be more axes than letters.
-            symbols.setdefault(axis, opt_einsum.get_symbol(len(symbols)))
-            for axis in term
+            [
+                # There may be more axes than letters.
+                symbols.setdefault(axis, opt_einsum.get_symbol(len(symbols)))
+                for axis in term
+            ]
         )
         for term in terms
     ]
-    return ",".join(parts) + "->" + "".join(symbols[axis] for axis in out)
+    return ",".join(parts) + "->" + "".join([symbols[axis] for axis in out])
 
 
 class ContractCost(NamedTuple):
@@ -160,7 +163,7 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
 
 def _without_lone_axes(terms: Sequence[Named], out: Axes) -> list[Named]:
     """The terms, each summed over the axes that only it has."""
-    counts = collections.Counter(axis for _, axes in terms for axis in axes)
+    counts = collections.Counter(itertools.chain.from_iterable(x.axes for x in terms))
     summed = []
     for x, axes in terms:
         alone = [i for i, n in enumerate(axes) if counts[n] == 1 and n not in out]
@@ -197,7 +200,7 @@ def _optimal_path(
     sizes = _sizes_of_axes(safe_zip(axes, shapes))
     everywhere = set.intersection(*map(set, axes))
     of_leaf = {x for x in sizes if x.is_of_leaf and x.side == SHARED}
-    num = lambda axes: math.prod(sizes[axis] for axis in axes)
+    num = lambda axes: math.prod([sizes[axis] for axis in axes])
     gram = num((set(sizes) - of_leaf) | everywhere)
     gradient = num(of_leaf | set(out))
     limit = max(min(gram, gradient), *map(math.prod, shapes))

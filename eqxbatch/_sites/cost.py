@@ -124,7 +124,7 @@ def _cost_of(eqn: Eqn) -> Cost:
     # Some types have neither a shape nor a dtype.
     sizes = [math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars]
     dtypes = [getattr(var.aval, "dtype", None) for var in eqn.outvars]
-    widths = (getattr(dtype, "itemsize", 4) for dtype in dtypes)
+    widths = [getattr(dtype, "itemsize", 4) for dtype in dtypes]
     written = float(sum(map(operator.mul, sizes, widths)))
     if name in PRODUCTS:
         lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])

@@ -23,8 +23,9 @@ If a condition is not known to hold, the leaf uses the gradient, or products.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -176,25 +177,26 @@ class Site:
         steps = (loop.length for loop in self.loops if loop.is_sliced)
         return (*steps, *self.view.shape)
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    # Asked for each contraction that a site may be part of.
+    @functools.cached_property
+    def sizes(self) -> Mapping[str, int]:
         # Factors have the axes of loops before those that the rule names.
         steps = {f"loop{i}": loop.length for i, loop in enumerate(self.loops)}
         return {**steps, **self.rule.sizes}
 
-    @property
+    @functools.cached_property
     def a_axes(self) -> AxisNames:
         return (*self._loop_axes(), *self.rule.a_axes)
 
-    @property
+    @functools.cached_property
     def d_axes(self) -> AxisNames:
         return (*self._loop_axes(), *self.rule.d_axes)
 
-    @property
+    @functools.cached_property
     def which_axes(self) -> AxisNames:
         return (*self._loop_axes(), *self.rule.which_axes)
 
-    @property
+    @functools.cached_property
     def w_axes(self) -> AxisNames:
         return (*self._loop_axes(only_sliced=True), *self.rule.w_axes)
 
