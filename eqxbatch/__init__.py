@@ -66,9 +66,9 @@ from ._ntk.empirical import (
     ProbedNTK as ProbedNTK,
     PseudoNTK as PseudoNTK,
 )
-from ._ntk.metric import Projection as Projection
 from ._ntk.monte_carlo import MonteCarloKernel as MonteCarloKernel
 from ._ntk.parameterise import ntk_parameterise as ntk_parameterise
+from ._ntk.projection import Projection as Projection
 from ._steps.gauss_newton_step import (
     filter_gauss_newton_step as filter_gauss_newton_step,
 )

@@ -252,7 +252,8 @@ def checked(
         __tracebackhide__ = True
         values = bound_arguments(public, signature, args, kwargs)
         given = {name: values[name] for name in hints if name in values}
-        check_types(given, hints, remedies, always=always)
+        if given:
+            check_types(given, hints, remedies, always=always)
         return fun(*args, **kwargs)
 
     return wrapper  # pyright: ignore[reportReturnType]

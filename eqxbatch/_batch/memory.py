@@ -276,6 +276,8 @@ def check_size(name: str, size: Size | str) -> Size:
 
     Raises `TypeError` for any other type and `ValueError` for a size below 1.
     """
+    if size is None or isinstance(size, MemoryBudget):
+        return size
     # Digits alone are a number of rows by mistake.
     if isinstance(size, str) and not size.strip().isdecimal():
         size = MemoryBudget(_parse_bytes(size, name))

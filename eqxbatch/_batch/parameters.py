@@ -52,6 +52,11 @@ _OTHER = object()
 def _selected(model: PyTree, filter_spec: PyTree) -> list[Any]:
     """The leaves of a model, with a mark in place of those that are left out."""
     try:
+        # A function of leaves, as the default, needs no tree: estimators look at all
+        # leaves whenever one is made. A module is a tree, also if it can be called.
+        if callable(filter_spec) and jtu.all_leaves([filter_spec]):
+            leaves = jtu.tree_leaves(model)
+            return [x if filter_spec(x) else _OTHER for x in leaves]
         return jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
     except Exception as e:
         e.add_note(
@@ -71,6 +76,10 @@ def warn_of_numbers(
     Matrices lack their rows and columns, which looks like fewer parameters. Numbers in
     a module are its settings, and those in a partial function are its arguments.
     """
+    # Paths take longer than leaves, and most models have no number among these.
+    are_numbers = [isinstance(x, (float, complex)) for x in jtu.tree_leaves(model)]
+    if not any(are_numbers):
+        return
     leaves, _ = jtu.tree_flatten_with_path(model)
     # Numbers inside of these are no suspects: JAX stops at them, so their paths differ.
     holds = lambda x: isinstance(x, (eqx.Module, functools.partial))
@@ -78,9 +87,7 @@ def warn_of_numbers(
     suspects = [
         i
         for i, (path, x) in enumerate(leaves)
-        if path in paths
-        and isinstance(x, (float, complex))
-        and not eqx.is_inexact_array(x)
+        if path in paths and are_numbers[i] and not eqx.is_inexact_array(x)
     ]
     if not suspects:
         return

@@ -463,11 +463,11 @@ _NO_PATHS = ("", "cpu", "gpu", "tpu", "disk", "memory", "zarr")
 
 def as_store(store: Store) -> AbstractStore | Literal["device"]:
     """The store that `store` stands for; a path is that of a `ZarrStore`."""
+    if isinstance(store, str) and store == "device":
+        return "device"
     check_types({"store": store}, {"store": Store}, always=True)
     if isinstance(store, AbstractStore):
         return store
-    if store == "device":
-        return "device"
     if store in _NO_PATHS:
         raise ValueError(
             f"`store` must be 'device', 'host', a path on disk, or a store; got "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .kronecker_operator import KroneckerOperator
 
 
-class KroneckerFactors(AbstractKroneckerFactors, AbstractTabular):
+class KroneckerFactors(AbstractTabular, AbstractKroneckerFactors):
     """A Gauss-Newton or Fisher matrix in blocks, most of them Kronecker products.
 
     This is what [`eqxbatch.filter_kfac`][] returns. It is a PyTree of arrays: it can be

@@ -98,6 +98,7 @@ class Average(eqx.Module):
 
     def of(self, start: int, num: int, **changes: Any) -> "Average":
         """The average of `num` samples from index `start`."""
+        # An array, so that batches at other places run the same compiled program.
         first = jnp.asarray(start, jnp.int32)
         return dataclasses.replace(self, start=first, num=num, **changes)
 
@@ -108,6 +109,7 @@ class Average(eqx.Module):
 
     def fitted(self, examples: Examples) -> "Average":
         """With the largest batches of samples that fit into a budget."""
+        # The memory of a candidate is that of the program with its loop over batches.
         of = lambda average, size: dataclasses.replace(average, per_batch=size)
         run = lambda size: lambda operands: of(operands[0], size).moments(operands[1])
         largest = -(-self.num // self.num_devices)
@@ -118,9 +120,10 @@ class Average(eqx.Module):
         """The batch sizes of samples, so that all devices have equally many."""
         assert isinstance(self.per_batch, int)
         step = self.per_batch * self.num_devices
-        rest = num % step
-        shared = rest - rest % self.num_devices
-        return [*[step] * (num // step), *filter(None, (shared, rest - shared))]
+        # What remains is one batch that all devices share, and one that they cannot.
+        remainder = num % step
+        shared = remainder - remainder % self.num_devices
+        return [*[step] * (num // step), *filter(None, (shared, remainder - shared))]
 
     def __call__(
         self, x1: PyTree, x2: PyTree = None, *, key: Any = None, **kwargs: Any
@@ -137,6 +140,7 @@ class Average(eqx.Module):
 
     def moments(self, examples: Examples) -> PyTree[VarianceState]:
         """The moments of the samples."""
+        # A running mean has the state of a variance, of which `plus` merges two.
         moments = Variance(ddof=1) if self.with_error else Mean(running=True)
         size = self.per_batch
         if isinstance(size, int):
@@ -163,6 +167,7 @@ class Average(eqx.Module):
             run = lambda operands: operands[0]._of_one(*operands[1:])
             return on_each_device(run, operands, self.samples, PartitionSpec())
 
+        # The estimator of this model, whose rows may be spread over devices as well.
         settings: dict[str, Any] = {"block_size": self.block_size}
         if self.rows is not None:
             settings |= {"mesh": self.rows.mesh, "mesh_axis": self.rows.name}
@@ -180,6 +185,7 @@ class Average(eqx.Module):
         """
         # Outside of the condition, in which only one of the keys would be batched.
         key = jr.fold_in(self.key, index)
+        # As a jaxpr, `init` is traced once for both of its uses below.
         closed, structs, static = eqx.filter_make_jaxpr(self.init)(key)
         evaluate = functools.partial(run_jaxpr, closed.jaxpr, closed.consts)
         # Keys and weakly typed numbers cannot be passed through a condition.
@@ -190,8 +196,11 @@ class Average(eqx.Module):
         ]
         pick = lambda leaves: list(itertools.compress(leaves, is_random))
         run = lambda key: pick(evaluate([key]))
+        # A condition that is true, from an array that XLA does not know.
         bits = jr.key_data(self.key).astype(jnp.float32)
         numbers = in_opaque_branch(run, opaque_true(bits))(key)
+        # Of the second evaluation, only what the condition could not return is
+        # computed.
         leaves = [
             numbers.pop(0) if is_number else x
             for x, is_number in safe_zip(evaluate([key]), is_random)
@@ -255,6 +264,7 @@ def estimated(
         deviation = xp.sqrt(spread.squares / count / (count - 1))
         return deviation.astype(jnp.finfo(spread.dtype).dtype)
 
+    # Moments are in the accumulation dtype, and results in that of the kernels.
     means = _map(lambda spread: spread.mean.astype(spread.dtype), state)
     return Estimated(means, _map(error, state) if with_error else [])
 
@@ -266,6 +276,7 @@ def _resumed(
     spread: VarianceState, mean: Any, error: Any, num: int, xp: types.ModuleType
 ) -> VarianceState:
     """The moments of an earlier estimate, with the types of those in `spread`."""
+    # What users pass may be of another kernel.
     remedy = "Pass an estimate for the same examples, from the same model."
     for name, x in {"kernel": mean, "standard_error": error}.items():
         what = f"`{name}` of `previous`"
@@ -275,6 +286,8 @@ def _resumed(
                 f"{remedy}"
             )
         check_equal(f"The shape of {what}", x.shape, spread.mean.shape, remedy)
+    # The error is `sqrt(squares / (num (num - 1)))`; that of one sample is NaN, and its
+    # squared distance to the mean 0.
     squares = xp.zeros(mean.shape, spread.squares.dtype)
     if num > 1:
         squares = xp.asarray(error).astype(squares.dtype) ** 2 * (num * (num - 1.0))
@@ -298,10 +311,11 @@ def check_tol(tol: float | None) -> float | None:
     return value
 
 
-def relative_error(found: Estimated) -> float:
+def relative_error(estimate: Estimated) -> float:
     """The norm of the errors divided by that of the kernel, for the worst kernel."""
     norm = lambda tree: float(np.linalg.norm([*map(_norm, jtu.tree_leaves(tree))]))
-    pairs = [(norm(e), norm(m)) for m, e in safe_zip(*found)]
+    pairs = [(norm(e), norm(m)) for m, e in safe_zip(*estimate)]
+    # A kernel of zeros is exact only without any error.
     return max(error / mean if mean else float(error > 0) for error, mean in pairs)
 
 
@@ -337,15 +351,16 @@ class Moments:
 
     def resume(self, previous: Any) -> None:
         """Starts from the moments of an earlier estimate."""
+        # Means and errors, each as a tuple of the kernels that `get` names.
         get = self.average.get
-        parts = [previous.kernel, previous.standard_error]
+        both = [previous.kernel, previous.standard_error]
         if isinstance(get, str):
-            parts = [(part,) for part in parts]
+            both = [(kernels,) for kernels in both]
         names = names_of(get)
-        if not all(isinstance(x, tuple) and len(x) == len(names) for x in parts):
+        if not all(isinstance(x, tuple) and len(x) == len(names) for x in both):
             raise ValueError(
                 f"`previous` must be of the kernels {names}, as `get` says; got "
-                f"{jtu.tree_structure(parts[0])}. Pass the `get` that it was made with."
+                f"{jtu.tree_structure(both[0])}. Pass the `get` that it was made with."
             )
         # Moments that the host keeps have shapes only before the first samples.
         xp, like = jnp, self.state
@@ -355,13 +370,14 @@ class Moments:
         # An estimate of another model has other arrays, or another structure.
         spreads, treedef = jtu.tree_flatten(like, is_leaf=is_summary)
         try:
-            moments_of = [treedef.flatten_up_to([*part]) for part in parts]
+            moments_of = [treedef.flatten_up_to([*kernels]) for kernels in both]
         except ValueError as e:
             raise ValueError(
                 "`previous` must have the structure of what the model returns; got "
-                f"{jtu.tree_structure([*parts[0]])} for {treedef}. Pass an estimate "
+                f"{jtu.tree_structure([*both[0]])} for {treedef}. Pass an estimate "
                 "from the same model."
             ) from e
+        # From here on, the estimate is the state that its samples left behind.
         moments = [
             _resumed(spread, mean, error, previous.num_samples, xp)
             for spread, mean, error in safe_zip(spreads, *moments_of)
@@ -380,8 +396,10 @@ class Moments:
             return
         average = self.average.of_blocks(start, num, "moments")
         more = self.run_blocks(average, self.examples)
+        # Blocks return moments without counts, which are the same for all entries.
         counted = lambda x: dataclasses.replace(x, count=num, observations=num)
         more = _map(counted, more)
+        # NumPy would warn of numbers that are not finite; JAX does not.
         if self.state is not None:
             with np.errstate(all="ignore"):
                 more = _map(lambda old, new: old.plus(new, np), self.state, more)

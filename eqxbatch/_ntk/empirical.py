@@ -249,13 +249,16 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         product = lambda v: self.untraced_matvec(x1, x2, v, key=key, **kwargs)
         examples = Examples(x1, x2, key, kwargs)
         sides = examples.in_sides(self.in_axes, self.kwargs_axes).sides
+        # Only the structure of a product is asked for: no output is computed.
         run = lambda: in_one_program(self, "ntk", examples, zero_outputs)
         structs = eqx.filter_eval_shape(run)
+        # The kernel of one side with itself is `J J^T`.
         tags = lineax.positive_semidefinite_tag if len(sides) == 1 else ()
         return lineax.FunctionLinearOperator(product, structs, tags)
 
 
 def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any:
+    # A store reads rows as they are needed, and takes whole chunks of them.
     sizes, axes = sizes_of(ntk.block_size), (ntk.in_axes, ntk.kwargs_axes)
     size = None if isinstance(sizes, MemoryBudget) else sizes[0]
     of_leaves = jtu.tree_leaves(axes, is_leaf=lambda axis: axis is None)
@@ -271,6 +274,7 @@ def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any
     shapes: list[Any] = [getattr(leaf, "shape", ()) for leaf in jtu.tree_leaves(x)]
     # What has no rows raises as it does without a store.
     total = shapes[0][0] if shapes and all(shapes) else side.rows.total
+    # The key of each row is made here, so that it does not depend on the batches.
     batches = x, each_key(side.key, total), side.kwargs
     rows = filter_microbatch(
         _features_of_rows,
@@ -285,6 +289,7 @@ def _stored_features(ntk: EmpiricalNTK, store: Store, examples: Examples) -> Any
 def _features_of_rows(
     ntk: EmpiricalNTK, shared: dict[str, Any], x: PyTree, key: Any, kwargs: dict
 ) -> Any:
+    # Keyword arguments of examples are pairs, of which features have one side.
     pairs: dict[str, Any] = {name: (rows, None) for name, rows in kwargs.items()}
     return ntk.features(x, key=key, **shared, **pairs)
 
@@ -407,6 +412,7 @@ class PseudoNTK(AbstractEstimator, AbstractParameterKernel):
     """
 
     _get: ClassVar[Any] = "ntk"
+    # Without a key for signs, it is a direction of ones: the sum of the outputs.
     num_probes: ClassVar[int] = 1
 
 
@@ -466,7 +472,7 @@ class ProbedNTK(AbstractEstimator, AbstractParameterKernel):
         1989](https://doi.org/10.1080/03610918908812806).
     """
 
-    _get: ClassVar[Any] = KernelEstimate
+    _get: ClassVar[Any] = KernelEstimate  # Of the kinds "ntk" and "error".
     _: dataclasses.KW_ONLY
     num_probes: int = eqx.field(static=True)
     key: Key[Array, ""] | UInt32[Array, "2"]

@@ -78,6 +78,7 @@ def kernels_of(model: TracedModel, sizes: Sizes, room: int) -> Any:
         if not group:
             continue
         pairing, grid = choose_pairing(model, group, sizes), model.grid(sizes)
+        # One block needs no loop, and examples one by one have no columns.
         if not pairs_examples:
             kernels |= pairing.each(grid.sizes[0])
         elif grid.num(0) * grid.num(1) <= 1:
@@ -127,6 +128,7 @@ class _ModelArguments(NamedTuple):
 
 
 def _model_arguments(asked: Any, /, *args: Any, **kwargs: Any) -> _ModelArguments:
+    # As a call of Python binds them: `get` by position or by name, or not at all.
     of_call = lambda get=None, **kwargs: _ModelArguments(check_get(get), kwargs)
     fixed = lambda **kwargs: _ModelArguments(asked, kwargs)
     return (of_call if asked is None else fixed)(*args, **kwargs)
@@ -141,6 +143,7 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
     _get: eqx.AbstractClassVar[Any]
 
     def __repr__(self) -> str:
+        # Settings that differ from their defaults; a state is not shown.
         model = self.model[0] if isinstance(self.model, tuple) else self.model
         texts = [of_function(model)]
         for field in dataclasses.fields(self):
@@ -213,6 +216,8 @@ class AbstractEstimator(AbstractKernelFunction, AbstractKernelSettings):
         return in_one_program(self, split.get, examples, kernels_of, is_diagonal=True)
 
     def in_blocks(self, call: FunctionCall) -> ModelKernel | None:
+        # One with a destination, blocks or a batch of its own is called for each block;
+        # so is one that is not to be symmetric, as this kernel is.
         is_asymmetric = call.is_same and call.symmetric is None
         is_whole = self.block_size is not None or self.in_axes is None
         if not self._is_plain or is_asymmetric or is_whole:

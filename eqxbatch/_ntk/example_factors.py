@@ -1,5 +1,6 @@
 """Factors of examples: what a kernel of a model keeps of a block of rows."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -28,7 +29,8 @@ from .._sites.gram import has_gram, of_leaf, OfLeaf
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.program import Program
 from .._sites.site import positions, Site
-from .metric import InMetric, Metric
+from .in_metric import InMetric
+from .metric import Metric
 from .output_axes import OutputAxes
 from .traced_model import TracedModel
 
@@ -73,14 +75,20 @@ def is_factor(x: Any) -> bool:
     return isinstance(x, Factor)
 
 
-def divided(factors: PyTree[Factor]) -> tuple[PyTree, PyTree]:
-    """The factors without the arrays that all examples share, and with these alone."""
+class Divided(NamedTuple):
+    """Factors without the arrays that all examples share, and with these alone."""
+
+    of_examples: PyTree
+    shared: PyTree
+
+
+def divided(factors: PyTree[Factor]) -> Divided:
     have_examples = jtu.tree_map(lambda x: x.has_examples, factors, is_leaf=is_factor)
-    return eqx.partition(factors, have_examples)
+    return Divided(*eqx.partition(factors, have_examples))
 
 
 def bytes_of_examples(factors: PyTree[Factor]) -> int:
-    return num_bytes(divided(factors)[0])
+    return num_bytes(divided(factors).of_examples)
 
 
 def _are_plain(rows: list) -> bool:
@@ -89,17 +97,15 @@ def _are_plain(rows: list) -> bool:
     return not any(map(is_key, rows)) and explicit_mesh(rows) is None
 
 
-class ExampleFactors:
-    """Computes the factors of the examples of one side, for each output.
+class FactorPlan:
+    """What the factors of examples of one side are, for each output; none is computed.
 
-    These are those of `Program.factors`. In addition, what examples share is computed
-    once, and the factors may be coordinates in a metric.
+    They are those of `Program.factors`, or their coordinates in a metric.
 
     - `table`: the sites of the function, or their coordinates in a metric.
     - `inners`: the inner product of the factors of each leaf.
     - `outputs`: the outputs whose Jacobians are combined.
-    - `formed`: for each of them, the leaves whose gradients are kept in place of the
-        factors of their sites.
+    - `traced`: the program that computes them, of an example.
     """
 
     def __init__(
@@ -111,7 +117,6 @@ class ExampleFactors:
         num_outputs: int,
         side: int = 0,
         keeps_values: bool = False,
-        are_all: bool = False,
         use_rules: bool = True,
         formed: Collection[int] = (),
         metric: Metric | None = None,
@@ -120,10 +125,9 @@ class ExampleFactors:
 
         `num_outputs` is the number of all outputs; with `keeps_values`, they are kept,
         too. `side` is the one whose directions are pulled back; without `outputs`,
-        nothing is differentiated. Of the `rows`, only
-        types matter. `are_all` says whether all examples are processed at once, not in
-        blocks. `use_rules` and `formed` are as for `Program`. With a `metric`,
-        Jacobians are kept as its coordinates.
+        nothing is differentiated. Of the `rows`, only types matter. `use_rules` and
+        `formed` are as for `Program`. With a `metric`, Jacobians are kept as its
+        coordinates.
         """
         # Without outputs, only values are kept, and no leaf needs sites.
         program = Program(
@@ -133,15 +137,17 @@ class ExampleFactors:
             formed=formed,
             num_outputs=num_outputs,
         )
+        # In a metric, leaves and sites are those of its coordinates.
         in_metric = None if metric is None else InMetric(program, metric)
         self.table = program.table if in_metric is None else in_metric.table
         plain = [PlainProduct() for _ in self.table.leaves]
         self.inners = plain if in_metric is None else in_metric.inners()
         self.outputs = outputs
-        self.formed: list[list[int]] = [[] for _ in outputs]
-        self._rows, self._are_all = rows, are_all
-        self._num_values = num_outputs if keeps_values else 0
+        self.num_values = num_outputs if keeps_values else 0
+        self.rows = rows
 
+        # The leaves and the directions are inputs of the program, not of each example,
+        # so that it is clear which factors all examples share.
         def run(inputs: list, rows: list) -> KeptFactors:
             leaves, seeds = inputs
             directions = [
@@ -160,22 +166,48 @@ class ExampleFactors:
                 for x, y, seed in safe_zip(cotangents, directions, seeds)
             )
             pairs = [[*itertools.chain(*x)] for x in of_parts]
-            operands = [a for a, _ in pairs[0] if a is not None]
-            return KeptFactors(outs, operands, [[d for _, d in x] for x in pairs])
+            # Operands are those of any output, and cotangents its own.
+            operands = [x.operand for x in pairs[0] if x.operand is not None]
+            cotangents = [[x.cotangent for x in of_output] for of_output in pairs]
+            return KeptFactors(outs, operands, cotangents)
 
         inputs = [traced.leaves, [output.cotangents(side) for output in outputs]]
-        self._run = TracedFunction(run, inputs, rows.arrays, rows.axes)
+        self.traced = TracedFunction(run, inputs, rows.arrays, rows.axes)
 
     def structs(self, num: int) -> KeptFactors:
         """The shapes of what is computed for `num` examples."""
-        return self._output(
+        return self.output(
             jax.ShapeDtypeStruct((num,) * has + x.shape, x.dtype)
-            for x, has in safe_zip(self._run.structs, self._run.has_examples)
+            for x, has in safe_zip(self.traced.structs, self.traced.has_examples)
         )
 
-    def _output(self, arrays: Iterable[Any]) -> KeptFactors:
+    def output(self, arrays: Iterable[Any]) -> KeptFactors:
         """All factors from the arrays of the traced program."""
-        return self._run.output([*map(Factor, arrays, self._run.has_examples)])
+        return self.traced.output([*map(Factor, arrays, self.traced.has_examples)])
+
+    def factors(self, kept: KeptFactors, which: int, side: int = 0) -> Factors:
+        """The factors that belong to an output."""
+        return Factors(
+            [*kept.operands],
+            [*kept.cotangents[which]],
+            self.outputs[which].directions(side),
+            values=[None if x is None else x.array for x in kept.of_views],
+            jacobians=kept.jacobians[which] if kept.jacobians else {},
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExampleFactors:
+    """Computes the factors that are kept of the examples of one side.
+
+    - `formed`: for each output, the leaves whose gradients are kept in place of the
+        factors of their sites.
+    - `are_all`: whether all examples are processed at once, not in blocks.
+    """
+
+    plan: FactorPlan
+    formed: Sequence[Collection[int]]
+    are_all: bool = False
 
     def of(self, rows: list) -> KeptFactors:
         """The factors of some examples.
@@ -184,35 +216,36 @@ class ExampleFactors:
         these are larger than the factors and do not fit into the cache, processing a
         few examples at a time is faster and takes less memory.
         """
-        axes = self._rows.axes
+        axes = self.plan.rows.axes
         num = rows[0].shape[axes[0]]
         if num <= _AT_A_TIME or not self._is_in_turn or not _are_plain(rows):
             return self._of(rows)
-        of_examples = lambda rows: divided(self._of(rows.arrays))[0]
+        of_examples = lambda rows: divided(self._of(rows.arrays)).of_examples
         whole = lambda arrays: Rows([*arrays], axes, num)
         in_turn = lambda *arrays: accumulated(
             of_examples, whole(arrays), _AT_A_TIME, Concat()
         )
         at_once = lambda *arrays: of_examples(whole(arrays))
         computed = lax.platform_dependent(*rows, cpu=in_turn, default=at_once)
-        _, shared = divided(self._of(whole(rows).one().arrays))
+        # What examples share is that of any one of them.
+        shared = divided(self._of(whole(rows).one().arrays)).shared
         return eqx.combine(computed, shared)
 
     @functools.cached_property
     def _is_in_turn(self) -> bool:
         """Whether a CPU processes a few examples at a time."""
-        if not self._are_all:
+        if not self.are_all:
             return False
-        made = bytes_of_examples(self.structs(1))
+        made = bytes_of_examples(self.plan.structs(1))
         if made < _CACHE:
             return False
-        kept = eqx.filter_eval_shape(self._of, self._rows.one().arrays)
+        kept = eqx.filter_eval_shape(self._of, self.plan.rows.one().arrays)
         return made > bytes_of_examples(kept)
 
     def _of(self, rows: list) -> KeptFactors:
+        plan, table = self.plan, self.plan.table
         # What does not depend on the example is computed once for all of them.
-        whole = self._output(self._run.run(rows))
-        table = self.table
+        whole = plan.output(plan.traced.run(rows))
         used = [i for i, _ in enumerate(table.leaves) if table.of(i)]
         jacobians: list[dict[int, Factor]] = []
         cancelled: list[Factor | None] = []
@@ -220,13 +253,13 @@ class ExampleFactors:
         by_output: list[list[Site]] = []
         for which, formed in enumerate(self.formed):
             # Whether terms cancel is asked where they are still known: not in tiles.
-            factors = self.factors(whole, which)
+            factors = plan.factors(whole, which)
             leaves = {i: of_leaf(table, factors, i) for i in (*used, *formed)}
             jacobians.append(
-                {i: self.inners[i].coordinates(leaves[i].jacobian()) for i in formed}
+                {i: plan.inners[i].coordinates(leaves[i].jacobian()) for i in formed}
             )
             as_they_are = [i for i in used if i not in formed]
-            inners = [self.inners[i] for i in as_they_are]
+            inners = [plan.inners[i] for i in as_they_are]
             cancelled.append(cancels([leaves[i] for i in as_they_are], inners))
             by_output.append([site for i in as_they_are for site in table.of(i)])
         # Everything else would be kept for nothing.
@@ -238,24 +271,15 @@ class ExampleFactors:
             _only({x.perturbation for x in sites}, of_output)
             for sites, of_output in safe_zip(by_output, whole.cotangents)
         ]
-        values = whole.values[: self._num_values]
+        values = whole.values[: plan.num_values]
         return KeptFactors(
             values, operands, cotangents, jacobians, whole.of_views, cancelled
         )
 
     def inner(self, which: int, leaf: int) -> AbstractInnerProduct:
         """The inner product of what is kept of a leaf, for an output."""
-        return PlainProduct() if leaf in self.formed[which] else self.inners[leaf]
-
-    def factors(self, kept: KeptFactors, which: int, side: int = 0) -> Factors:
-        """The factors that belong to an output."""
-        return Factors(
-            [*kept.operands],
-            [*kept.cotangents[which]],
-            self.outputs[which].directions(side),
-            values=[None if x is None else x.array for x in kept.of_views],
-            jacobians=kept.jacobians[which] if kept.jacobians else {},
-        )
+        is_formed = leaf in self.formed[which]
+        return PlainProduct() if is_formed else self.plan.inners[leaf]
 
 
 def _only(
@@ -275,20 +299,22 @@ def features(
             "`features` are coordinates of real gradients, but the model returns "
             "complex numbers. Return their real and imaginary parts."
         )
-    side = ExampleFactors(
+    # Coordinates are gradients that are formed, of all leaves.
+    plan = FactorPlan(
         model.programs[0],
         model.rows[0],
         outputs,
         num_outputs=len(outputs),
         metric=model.request.metric,
     )
-    num_leaves = len(side.table.leaves)
-    side.formed = [[*range(num_leaves)] for _ in outputs]
+    num_leaves = len(plan.table.leaves)
+    side = ExampleFactors(plan, [range(num_leaves) for _ in outputs])
 
     def of_rows(rows: Rows) -> list[Array]:
         results, kept = [], side.of(rows.arrays)
         for output, jacobians in safe_zip(outputs, kept.jacobians):
             lead = [output.sizes[axis] for axis in output.directions(0)]
+            # `[examples, *directions, coordinates of all leaves]`
             whole = []
             for factor in (jacobians[leaf] for leaf in range(num_leaves)):
                 x = factor.array if factor.has_examples else factor.array[None]
@@ -298,6 +324,7 @@ def features(
             results.append(jnp.concatenate(whole, axis=-1))
         return results
 
+    # There are no columns: blocks of rows are all.
     rows, size = model.rows[0], model.grid(sizes).sizes[0]
     return model.programs[0].output(accumulated(of_rows, rows, size, Concat()))
 
@@ -322,18 +349,22 @@ class Formed(NamedTuple):
 
 
 def choose_formed(
-    first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
+    first: FactorPlan, second: FactorPlan, which: int, grid: Grid
 ) -> Formed:
     """The leaves whose Jacobian is kept, for the output with index `which`."""
     costs = leaf_costs(first, second, which, grid)
     # If a product of factors would start by forming the Jacobians, it is better to form
     # them separately.
-    formed = [leaf for leaf, (gram, own) in enumerate(costs) if own < 1.2 * gram]
+    formed = [
+        leaf
+        for leaf, (by_factors, by_jacobian) in enumerate(costs)
+        if by_jacobian < 1.2 * by_factors
+    ]
     return Formed(formed, sum(map(min, costs)))
 
 
 def leaf_costs(
-    first: ExampleFactors, second: ExampleFactors, which: int, grid: Grid
+    first: FactorPlan, second: FactorPlan, which: int, grid: Grid
 ) -> list[LeafCosts]:
     """The costs for each leaf."""
     both, output = (first, second), first.outputs[which]
@@ -344,13 +375,15 @@ def leaf_costs(
 
     def of_one(leaf: int, sides: list[Factors]) -> LeafCosts:
         pairs = safe_zip(both, sides)
-        own = [of_leaf(side.table, factors, leaf) for side, factors in pairs]
-        sites = [x.sites for x in own]
+        of_sides = [of_leaf(side.table, factors, leaf) for side, factors in pairs]
+        sites = [x.sites for x in of_sides]
+        # A leaf that a side does not use adds nothing to the kernel.
         if not all(sites):
             return LeafCosts(0.0, math.inf)
+        # Some pairs of sites have no product of factors, so that gradients are formed.
         by_gram = math.inf
         if has_gram(*sites):
-            by_gram = products(*own).time * first.inners[leaf].num_terms
+            by_gram = products(*of_sides).time * first.inners[leaf].num_terms
             # The Jacobian of a leaf that is only added to something is the cotangent
             # there. It is shared with the array that the leaf is added to, and kept
             # once.
@@ -359,11 +392,13 @@ def leaf_costs(
                 for uses in sites
             ):
                 return LeafCosts(by_gram, math.inf)
+        # Jacobians are formed once for each block of a side, and multiplied for each
+        # pair.
         forms = Cost()
-        for side, (uses, factors, _) in enumerate(own):
+        for side, (uses, factors, _) in enumerate(of_sides):
             if side == 0 or not grid.is_same:
                 forms += forming_cost(uses, factors) * grid.num(side)
-        jacobians = (x.perturbed_itself(x.jacobian()) for x in own)
+        jacobians = (x.perturbed_itself(x.jacobian()) for x in of_sides)
         return LeafCosts(by_gram, (forms + products(*jacobians)).time)
 
     def count(structs: list[KeptFactors]) -> list[LeafCosts]:
@@ -373,5 +408,6 @@ def leaf_costs(
         ]
         return [of_one(leaf, sides) for leaf, _ in enumerate(first.table.leaves)]
 
+    # Costs are read off shapes of blocks: nothing is computed.
     pairs = safe_zip(both, grid.sizes)
     return eqx.filter_eval_shape(count, [side.structs(num) for side, num in pairs])

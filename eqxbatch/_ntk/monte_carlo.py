@@ -70,13 +70,14 @@ def check_models(init: Callable, key: Any) -> None:
             "`init` must return a callable model, or a pair of it and an "
             f"`equinox.nn.State`; got {described(model)}."
         )
+    # The types of all arrays by their paths, which a message can show.
     first, second = (
         {
             jtu.keystr(path): type_of(x)
-            for path, x in jtu.tree_leaves_with_path(one)
+            for path, x in jtu.tree_leaves_with_path(draw)
             if hasattr(x, "dtype")
         }
-        for one in drawn
+        for draw in drawn
     )
     if not first:
         raise ValueError(
@@ -102,6 +103,7 @@ def _check_counts(
 ) -> int | tuple[int, ...]:
     """The number of samples, or several of them in increasing order."""
     is_several = isinstance(num_samples, Iterable) and not isinstance(num_samples, str)
+    # An iterable means a generator of results, even if it has one number.
     several: Any = num_samples if is_several else [num_samples]
     counts = {as_int(count) for count in several}
     if None in counts:
@@ -257,8 +259,11 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     sample_axis: str | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
+        # This looks up the axes of the mesh, and raises for one that it does not have.
         average = self._average(None, with_error=False)
         check_models(self.init, self.key)
+        # Rows and samples cannot share an axis of the mesh, nor the devices of a block
+        # that is stored.
         if self.sample_axis is not None and self.sample_axis == self.mesh_axis:
             raise ValueError(
                 "`mesh_axis` and `sample_axis` must be different axes of the mesh; got "
@@ -289,6 +294,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                 "With a `store` and `tol`, `samples_per_batch` must be an int; got "
                 f"{self.samples_per_batch}."
             )
+        # To make the kernel of blocks checks the reduction, before any call.
         if is_in_blocks:
             self._check_axes_of_blocks()
         if self.reduce is not None:
@@ -331,11 +337,13 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
 
     def _average(self, get: Get, *, with_error: bool) -> Average:
         get = self.get if get is None else check_get(get)
+        # An NNGP alone needs no estimator with parameters, which a model may not have.
         settings, of_model = settings_of(self, AbstractKernelSettings), EmpiricalNNGP
         size = settings.pop("block_size")
         if "ntk" in names_of(get):
             names, of_model = ("where", "filter_spec", "method"), EmpiricalKernel
             settings |= {name: getattr(self, name) for name in names}
+        # The free memory is looked up here, before anything is traced.
         is_spread = self.sample_axis is not None
         return Average(
             eqx.Partial(of_model, **settings),
@@ -352,6 +360,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         )
 
     def _in_blocks(self, kernel_fn: Callable) -> BatchKernel:
+        # Each block is one call of the function, with all samples of an average.
         settings = settings_of(self, AbstractStored)
         settings["mesh"] = None if self._row_axis is None else self.mesh
         axes, size = self.in_axes, self.block_size
@@ -410,6 +419,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
     ) -> Iterator[MonteCarloEstimate]:
         """Estimates for all numbers of samples; invalid arguments raise immediately."""
         counts = _remaining(self._counts, previous, self._is_generator)
+        # These run in Python, between compiled programs.
         for what, is_set in (
             ("a `store`", self.is_stored),
             ("`progress`", self.progress is not None),
@@ -418,6 +428,7 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             if is_set:
                 check_concrete((average, examples), what)
         average, examples = self._ready(average, examples, counts[-1])
+        # On devices, batches of samples advance the moments of whole kernels.
         if not self.is_stored:
             # A traced call is one program, in which the loop over batches would be
             # unrolled.
@@ -425,10 +436,11 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
             at_once = any(isinstance(x, Tracer) for x in arrays)
             moments = Moments(average, examples, None, at_once=at_once)
             return self._run(moments, counts, previous)
+        # Means and errors of a block go to the store as they are if each is seen once.
         if not self._is_generator and self.tol is None and previous is None:
             whole = average.of_blocks(0, counts[0], "estimate")
-            found = Estimated(*self._run_blocks(whole, examples))
-            return iter([_named_estimate(average, found, counts[0])])
+            estimate = Estimated(*self._run_blocks(whole, examples))
+            return iter([_named_estimate(average, estimate, counts[0])])
         if self._is_on_disk:
             _raise_on_disk("`previous`")
         # If possible, each block is copied to the host only once, for all samples.
@@ -465,6 +477,8 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
         total = sum(len(moments.sizes(end - start)) for start, end in spans)
         num_nans, is_done = 0, False
         with metered(meter, total, 0, "samples of a kernel", "batch") as step:
+            # The meter and the tolerance look at the estimate after each batch, and
+            # wait for it. Without them, nothing waits.
             for count in counts:
                 for size in moments.sizes(count - num):
                     moments.advance(num, size)
@@ -477,15 +491,18 @@ class MonteCarloKernel(AbstractJacobianKernel, AbstractStored):
                         is_done = relative_error(moments.estimated()) <= self.tol
                         if is_done:
                             break
+                # Also what was stopped early is an estimate, with its own number.
                 yield _named_estimate(moments.average, moments.estimated(), num)
                 if is_done:
                     return
 
 
-def _named_estimate(average: Average, found: Estimated, num: int) -> MonteCarloEstimate:
+def _named_estimate(
+    average: Average, estimate: Estimated, num: int
+) -> MonteCarloEstimate:
     get = average.get
-    error = named(get, found.errors) if average.with_error else None
-    return MonteCarloEstimate(named(get, found.means), error, num)
+    error = named(get, estimate.errors) if average.with_error else None
+    return MonteCarloEstimate(named(get, estimate.means), error, num)
 
 
 def _remaining(
@@ -499,6 +516,7 @@ def _remaining(
             "`previous` must be a `MonteCarloEstimate`, as `estimate` returns it; got "
             f"{described(previous)}."
         )
+    # An equal number is what was estimated already, and is yielded again.
     remaining = [count for count in counts if count >= previous.num_samples]
     if not remaining:
         raise ValueError(

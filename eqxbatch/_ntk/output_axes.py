@@ -26,9 +26,11 @@ OutputRole = Literal["full", "diagonal", "trace"]
 _TIMES: dict[OutputRole, int] = {"full": 2, "diagonal": 1, "trace": 0}
 
 
+# The directions that traced axes are projected on. Both sides have the same.
 _PROBE = Axis(Role.PROBE)
 
 
+# The real and the imaginary part of the output of each side.
 _PARTS: Axes = (Axis(Role.COMPLEX, side=0), Axis(Role.COMPLEX, side=1))
 
 
@@ -108,6 +110,7 @@ class OutputAxes:
 
     def values(self, side: int) -> Axes:
         """The output's own axes."""
+        # An axis that is not apart is one axis of the kernel, or is summed over.
         return tuple(
             _of_output(number)[side if role == "full" else 0]
             for number, role in enumerate(self._own_roles)
@@ -117,9 +120,10 @@ class OutputAxes:
         """The first axes of `cotangents`."""
         axes = self.values(side)
         if self.probes is not None:
+            # One direction stands for an entry of all traced axes.
             traced = self.axes_with("trace")
-            kept = (axis for i, axis in enumerate(axes) if i not in traced)
-            axes = (_PROBE, *kept)
+            untraced = (axis for i, axis in enumerate(axes) if i not in traced)
+            axes = (_PROBE, *untraced)
         return (_PARTS[side], *axes) if self.is_complex else axes
 
     def cotangents(self, side: int) -> Inexact[Array, "..."]:
@@ -130,6 +134,8 @@ class OutputAxes:
         a real derivative.
         """
         axes, traced = self.values(side), self.axes_with("trace")
+        # An identity for each axis, of directions and entries; their outer product is
+        # one of the whole output.
         entries = [Axis(Role.ENTRY, number) for number, _ in enumerate(axes)]
         terms = [
             Named(jnp.eye(size, dtype=self.dtype), (axes[number], entries[number]))
@@ -139,9 +145,12 @@ class OutputAxes:
         if self.probes is not None:
             of_probes = (_PROBE, *(entries[number] for number in traced))
             terms.append(Named(self.probes.astype(self.dtype), of_probes))
+        # `1` pulls back the derivative of the real part, and `-1j` that of the
+        # imaginary.
         if self.is_complex:
             parts = jnp.array([1.0, -1.0j], self.dtype)
             terms.append(Named(parts, (_PARTS[side],)))
+        # A real scalar has one direction, and no axis for it.
         terms = terms or [Named(jnp.ones((), self.dtype), ())]
         return contract(terms, (*self.directions(side), *entries))
 
@@ -155,6 +164,7 @@ class OutputAxes:
     @property
     def out(self) -> Axes:
         """The axes of a kernel before they are arranged."""
+        # Probes have an axis until their mean is taken: an error needs each of them.
         axes = [*self.examples, *([_PROBE] if self.probes is not None else [])]
         for number, role in enumerate(self._own_roles):
             axes += _of_output(number)[: _TIMES[role]]
@@ -179,11 +189,13 @@ class OutputAxes:
         """The complex kernel, from real and imaginary parts along the last two axes."""
         if not self.is_complex:
             return kernel
+        # `(r1 + i s1) (r2 - i s2)`, whose four products are along the last two axes.
         real = kernel[..., 0, 0] + kernel[..., 1, 1]
         return lax.complex(real, kernel[..., 1, 0] - kernel[..., 0, 1])
 
     @property
     def _arranged_axes(self) -> list[Axis]:
+        # Each axis of the whole output becomes two, one or none.
         pairs = [_of_output(number) for number, _ in enumerate(self._own_roles)]
         if self.batch is not None:
             pairs.insert(self.batch, (EXAMPLE, OTHER_EXAMPLE))
@@ -210,12 +222,14 @@ class OutputAxes:
         It is divided by the sizes of the traced axes.
         """
         axes = list(self.out)
+        # A traced batch axis, and a model of a whole batch, which is one example.
         if self.averages_examples:
             kernel, axes = jnp.mean(kernel, axis=0), axes[1:]
         if self.batch is None:
             kernel, axes = kernel[0, 0], axes[2:]
         order = [axes.index(axis) for axis in self._arranged_axes]
         kernel = jnp.transpose(kernel, order)
+        # A trace is a mean, not a sum.
         size = math.prod(self.shape[axis] for axis in self.axes_with("trace"))
         return kernel if size == 1 else kernel / size
 
@@ -230,6 +244,8 @@ class Mirror(eqx.Module):
         return jtu.tree_map(self._mirrored, kernels)
 
     def _mirrored(self, kernel: Inexact[Array, "..."]) -> Inexact[Array, "..."]:
+        # A kernel has full axes twice and diagonal ones once. Negative axes are those
+        # of the whole output, whose number of axes follows from that.
         single = len(self.diagonal_axes)
         num_full = (kernel.ndim - single) // 2
         ndim = num_full + single + len(self.trace_axes)
@@ -237,6 +253,7 @@ class Mirror(eqx.Module):
             {axis % ndim for axis in axes}
             for axes in (self.diagonal_axes, self.trace_axes)
         )
+        # Two neighbouring axes of the kernel take each other's place.
         order: list[int] = []
         for axis in range(ndim):
             first = len(order)

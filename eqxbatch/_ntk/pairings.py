@@ -33,7 +33,13 @@ from .._batch.accumulators import Concat
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._kernels.grid import Grid, Sizes
-from .._kernels.kernel import AbstractBlockKernel, Flat, KernelLeaf, SAMPLE
+from .._kernels.kernel import (
+    AbstractBlockKernel,
+    Flat,
+    KernelLeaf,
+    RowsOfSides,
+    SAMPLE,
+)
 from .._sites.axes import EXAMPLE, Named, OTHER_EXAMPLE
 from .._sites.cancel import grams
 from .._sites.contract import contract
@@ -46,10 +52,12 @@ from .example_factors import (
     choose_formed,
     divided,
     ExampleFactors,
+    FactorPlan,
     is_factor,
     KeptFactors,
     num_pairs,
 )
+from .metric import Metric
 from .output_axes import Mirror, OutputAxes
 from .traced_model import Name, TracedModel
 
@@ -85,7 +93,7 @@ class AbstractPairing(abc.ABC):
 
     values: list[OutputAxes]
     ntk: list[OutputAxes]
-    rows: tuple[Rows, Rows]
+    rows: RowsOfSides
     products: Callable[[], AbstractContextManager]
     _: dataclasses.KW_ONLY
     assemble: Callable[[dict[Name, Any]], PyTree] = lambda kernels: kernels
@@ -95,6 +103,7 @@ class AbstractPairing(abc.ABC):
     def axes(self) -> dict[Name, OutputAxes]:
         """The axes of all kernels."""
         axes_of = {("nngp", axes.index): axes for axes in self.values}
+        # Probes become a mean and its error, each with the axes of a traced kernel.
         for axes in self.ntk:
             kinds = ("ntk",) if axes.probes is None else ("ntk", "error")
             whole = dataclasses.replace(axes, probes=None)
@@ -156,6 +165,7 @@ class AbstractPairing(abc.ABC):
 
     def each(self, size: int | None) -> dict[Name, Array]:
         """The kernels of each example of one side with the same one of the other."""
+        # One loop over both sides: each step has the same examples of both.
         first, second = self.rows
         num = len(first.arrays)
         run = lambda rows: self._of_rows(
@@ -199,12 +209,15 @@ class Sites(AbstractPairing):
         axes = tuple(sorted(out, key=place))
         total: Array = jnp.zeros((1,) * len(axes), jnp.float32)
         sizes = {**output.sizes, **dict(zip(output.examples, num, strict=False))}
+        # The same side twice if both are the same; labels of axes tell them apart.
         of_sides: list[dict[int, OfLeaf]] = []
         sides = self.sides[0], self.sides[-1]
         for number, (side, kept) in enumerate(safe_zip(sides, (first, second))):
-            table, factors = side.table, side.factors(kept, which, number)
+            table = side.plan.table
+            factors = side.plan.factors(kept, which, number)
             leaves = {site.leaf for site in table.sites}
             of_sides.append({i: of_leaf(table, factors, i) for i in leaves})
+        # A leaf that only one side uses adds nothing to the kernel.
         both = sorted(of_sides[0].keys() & of_sides[1].keys())
         pairs = [(of_sides[0][leaf], of_sides[1][leaf]) for leaf in both]
         cancelled = [kept.cancelled[which] for kept in (first, second)]
@@ -213,10 +226,12 @@ class Sites(AbstractPairing):
         for leaf, product in safe_zip(both, products):
             # A complex parameter counts as two real ones. If there is a complex
             # derivative, each of them contributes its square.
-            is_twice = output.is_complex and is_complex(sides[0].table.leaves[leaf])
+            struct = sides[0].plan.table.leaves[leaf]
+            is_twice = output.is_complex and is_complex(struct)
             product = product * (0.5 if is_twice else 1.0)
             dtype = np.promote_types(total.dtype, product.dtype)
             total = total.astype(dtype) + product.astype(dtype)
+        # An axis along which no factor differs has size 1 until here.
         total = jnp.broadcast_to(total, [sizes[axis] for axis in axes])
         return jnp.transpose(total, [axes.index(axis) for axis in out])
 
@@ -234,6 +249,8 @@ class Products(AbstractPairing):
     def __post_init__(self) -> None:
         program, rows = self.program, self.rows[0]
 
+        # Of an example: its outputs and the constants of its linear map. The map itself
+        # is the same jaxpr for all of them.
         def residuals(leaves: list, rows: list) -> tuple[list, Any]:
             outs, push = jax.linearize(lambda leaves: program.one(leaves, rows), leaves)
             pushed = jax.make_jaxpr(push)(leaves)
@@ -243,6 +260,8 @@ class Products(AbstractPairing):
         self._residuals = TracedFunction(residuals, *args)
 
     def factors(self, side: int, rows: list) -> KeptFactors:
+        # Columns need Jacobians, rows residuals, and both if they are the same
+        # examples.
         is_pulled = side or self.is_same
         kept = self.example_factors.of(rows) if is_pulled else KeptFactors()
         if side:
@@ -256,7 +275,9 @@ class Products(AbstractPairing):
     ) -> Inexact[Array, "..."]:
         output = self.ntk[which]
         # Without rules, the cotangents are the Jacobians of all leaves.
-        jacobians = self.example_factors.factors(second, which, 1).cotangents
+        jacobians = self.example_factors.plan.factors(second, which, 1).cotangents
+        # `J1 J2^H`: the Jacobian of each example of the second side, conjugated, is a
+        # batch of tangents: `[examples, directions, *leaf]`.
         directions = output.directions(1)
         lead = [output.sizes[axis] for axis in directions]
         tangents = []
@@ -277,6 +298,7 @@ class Products(AbstractPairing):
             # A derivative that is zero everywhere is a NumPy constant.
             return jnp.asarray(run_jaxpr(jaxpr, arrays, tangents)[output.index])
 
+        # Over directions first, and then over examples: all pairs, or one by one.
         along = jax.vmap(push, (None, 0))
         if output.pairs_examples:
             along = jax.vmap(along, (None, 0))
@@ -284,10 +306,13 @@ class Products(AbstractPairing):
         else:
             along = jax.vmap(along, (has_examples, 0), axis_size=num[0])
         pushed = widened(along(arrays, tangents))
+        # `[*examples, directions, *values of the first side]`, with the axes that the
+        # directions stand for.
         examples = pushed.shape[: len(output.examples)]
         values = pushed.shape[len(examples) + 1 :]
         pushed = pushed.reshape(*examples, *lead, *values)
         axes = (*output.examples, *directions, *output.values(0))
+        # As Gram matrices have them: real and imaginary parts along an axis.
         if output.is_complex:
             pushed = jnp.stack([jnp.real(pushed), jnp.imag(pushed)], axis=-1)
             axes = (*axes, output.parts[0])
@@ -301,6 +326,7 @@ def _moment(
     terms: list[Named] = []
     sides = safe_zip((first, second), num, (EXAMPLE, OTHER_EXAMPLE))
     for side, (factor, size, example) in enumerate(sides):
+        # A model may return the same for all examples.
         x = widened(factor.array)
         if not factor.has_examples:
             x = jnp.broadcast_to(x, (size, *x.shape))
@@ -312,6 +338,7 @@ def _moment(
 
 def _estimate(axes: OutputAxes, kernel: Inexact[Array, "..."]) -> tuple[Array, Array]:
     """The mean over probes, and its standard error."""
+    # The axis of the probes, behind those of examples; see `OutputAxes.out`.
     axis = len(axes.examples)
     num = kernel.shape[axis]
     mean = jnp.mean(kernel, axis=axis)
@@ -322,7 +349,10 @@ def _estimate(axes: OutputAxes, kernel: Inexact[Array, "..."]) -> tuple[Array, A
 
 
 def choose_pairing(
-    model: TracedModel, outputs: list[OutputAxes], sizes: Sizes
+    model: TracedModel,
+    outputs: list[OutputAxes],
+    sizes: Sizes,
+    assemble: Callable[[dict[Name, Any]], PyTree] = lambda kernels: kernels,
 ) -> AbstractPairing:
     """The pairing for the kernels of some outputs, in blocks of at most these sizes.
 
@@ -331,75 +361,84 @@ def choose_pairing(
     values = outputs if "nngp" in model.kinds else []
     ntk = [*map(model.probed, outputs)] if "ntk" in model.kinds else []
     of_model = values, ntk, model.rows, model.products
+    request, method = model.request, model.request.method
+    # Without pairs of examples, a block of one side meets the same block of the other.
     grid = model.grid(sizes)
     if not outputs[0].pairs_examples:
         grid = dataclasses.replace(grid, sizes=(grid.sizes[0], grid.sizes[0]))
 
-    metrics: list[Any] = [model.request.metric if ntk else None] * len(model.sides)
-    if metrics[0] is not None and len(metrics) == 2:
-        metrics = metrics[0].on_sides(model.totals)
+    def plan_of(side: int, **settings: Any) -> FactorPlan:
+        traced, rows = model.programs[side], model.sides[side].rows
+        settings |= {"num_outputs": len(model.axes), "keeps_values": bool(values)}
+        return FactorPlan(traced, rows, ntk, side=side, **settings)
 
-    def factors(position: int, **settings: Any) -> ExampleFactors:
-        return ExampleFactors(
-            model.programs[position],
-            model.sides[position].rows,
-            ntk,
-            num_outputs=len(model.axes),
-            side=position,
-            keeps_values=bool(values),
-            metric=metrics[position],
-            **settings,
-        )
+    def by_products() -> Products:
+        # Without rules, what is pulled back are Jacobians: those of the last side.
+        plan = plan_of(len(model.sides) - 1, use_rules=False)
+        factors = ExampleFactors(plan, [() for _ in ntk])
+        return Products(*of_model, model.programs[0], factors, assemble=assemble)
 
-    method = model.request.method
-    if not ntk or method != "ntk_vector_products":
-        # Two sides of the same type have the same program.
-        programs = [*safe_zip(map(id, model.programs), map(id, metrics))]
-        first = [programs.index(program) for program in programs]
-        settings = {
-            "use_rules": method != "jacobian_contraction",
-            "are_all": num_pairs(grid, outputs[0]) == 1,
-        }
-        made = {position: factors(position, **settings) for position in {*first}}
-        sides = [made[position] for position in first]
-        pairing = Sites(*of_model, sides)
-        if not ntk:
-            return pairing
-        formed, costs = safe_zip(
-            *(
-                choose_formed(sides[0], sides[-1], which, grid)
-                for which, _ in enumerate(ntk)
+    # A method that was asked for is refused where it cannot be taken.
+    if ntk and method == "ntk_vector_products":
+        if (reason := _without_products(model)) is not None:
+            raise TypeError(
+                "`method='ntk_vector_products'` needs the model's derivative in "
+                "forward mode, which JAX does not have. Use 'auto' or 'sites', which "
+                f"need reverse mode only. ({reason})"
             )
-        )
-        for side in made.values():
-            side.formed = [*formed]
-        is_only = method != "auto" or model.request.metric is not None
-        if is_only or any(axes.probes is not None for axes in ntk):
-            return pairing
-        cost_of_products = _cost_of_products(sides[0].table, ntk, grid)
-        is_by_sites = (
-            sum(costs) <= cost_of_products or _without_products(model) is not None
-        )
-        log.debug(
-            "NTK: method='auto' is %r; about %.2g operations by sites, and "
-            "%.2g by products.",
-            *("sites" if is_by_sites else "ntk_vector_products", sum(costs)),
-            cost_of_products,
-        )
-        if is_by_sites:
-            return pairing
-    elif (reason := _without_products(model)) is not None:
-        raise TypeError(
-            "`method='ntk_vector_products'` needs the model's derivative in "
-            "forward mode, which JAX does not have. Use 'auto' or 'sites', which need "
-            f"reverse mode only. ({reason})"
-        )
-    last = len(model.sides) - 1
-    return Products(*of_model, model.programs[0], factors(last, use_rules=False))
+        return by_products()
+
+    # Shapes of factors are known before any is computed, and what is formed follows
+    # from them: one choice for both sides, whose factors are multiplied.
+    metric = request.metric if ntk else None
+    plans = _plans(model, plan_of, metric, method != "jacobian_contraction")
+    numbers = range(len(ntk))
+    choices = [choose_formed(plans[0], plans[-1], number, grid) for number in numbers]
+    formed = [choice.leaves for choice in choices]
+    are_all = num_pairs(grid, outputs[0]) == 1
+    made = {id(plan): ExampleFactors(plan, formed, are_all) for plan in plans}
+    sides = [made[id(plan)] for plan in plans]
+    pairing = Sites(*of_model, sides, assemble=assemble)
+
+    # Products have neither metrics nor probes.
+    has_probes = any(axes.probes is not None for axes in ntk)
+    if not ntk or method != "auto" or request.metric is not None or has_probes:
+        return pairing
+    # Whether JAX has a forward mode is asked last, as it takes another trace.
+    cost = sum(choice.cost for choice in choices)
+    cost_of_products = _cost_of_products(plans[0].table, ntk, grid)
+    is_by_sites = cost <= cost_of_products or _without_products(model) is not None
+    log.debug(
+        "NTK: method='auto' is %r; about %.2g operations by sites, and "
+        "%.2g by products.",
+        "sites" if is_by_sites else "ntk_vector_products",
+        cost,
+        cost_of_products,
+    )
+    return pairing if is_by_sites else by_products()
+
+
+def _plans(
+    model: TracedModel,
+    plan_of: Callable[..., FactorPlan],
+    metric: Metric | None,
+    use_rules: bool,
+) -> list[FactorPlan]:
+    """The factors of each side; a single object for sides of the same type."""
+    metrics: list[Metric | None] = [metric for _ in model.sides]
+    if metric is not None and len(metrics) == 2:
+        metrics = [*metric.on_sides(model.totals)]
+    # Sides of the same type have the same program, but not if only one of them is
+    # multiplied by the metric.
+    programs = [*safe_zip(map(id, model.programs), map(id, metrics))]
+    first = [programs.index(program) for program in programs]
+    made = {i: plan_of(i, metric=metrics[i], use_rules=use_rules) for i in {*first}}
+    return [made[i] for i in first]
 
 
 def _without_products(model: TracedModel) -> str | None:
     """Why Jacobians cannot be pushed through the model; None if they can."""
+    # Only types of an example matter, so that none is computed.
     closed, num = model.programs[0].closed, len(model.leaves)
     rows = [full_varying_as(var.aval, 0) for var in closed.jaxpr.invars[num:]]
     of_leaves = lambda leaves: model.programs[0].one(leaves, rows)
@@ -413,12 +452,13 @@ def _cost_of_products(table: SiteTable, ntk: list[OutputAxes], grid: Grid) -> fl
     directions = sum(
         math.prod(output.sizes[axis] for axis in output.directions(1)) for output in ntk
     )
+    # Each pair of examples, along each direction, takes every product once.
     rows, columns = grid.sizes
     pairs = num_pairs(grid, ntk[0]) * rows
     pairs *= columns if ntk[0].pairs_examples else 1
-    # Each product reads a tangent.
-    one = Cost(2.0 * products, 4.0 * size)
-    return (one * (pairs * directions)).time
+    # And reads a tangent, of 4 bytes for each entry.
+    of_pair = Cost(2.0 * products, 4.0 * size)
+    return (of_pair * (pairs * directions)).time
 
 
 def pairing_of_all(model: TracedModel, sizes: Sizes) -> AbstractPairing:
@@ -432,9 +472,7 @@ def pairing_of_all(model: TracedModel, sizes: Sizes) -> AbstractPairing:
                 f"{axes.shape} for one example, {what}. Leave them out, or remove the "
                 "batch axis from `trace_axes` and `diagonal_axes`."
             )
-    pairing = choose_pairing(model, model.axes, sizes)
-    pairing.assemble = model.assembled
-    return pairing
+    return choose_pairing(model, model.axes, sizes, model.assembled)
 
 
 class ModelKernel(AbstractBlockKernel):
@@ -446,6 +484,7 @@ class ModelKernel(AbstractBlockKernel):
 
     make: Callable[[Any], AbstractPairing]
 
+    # Of this program: a kernel that is passed on is flattened, and loses it.
     @functools.cached_property
     def pairing(self) -> AbstractPairing:
         return self.make(self.sizes)
@@ -457,6 +496,7 @@ class ModelKernel(AbstractBlockKernel):
 
     @functools.cached_property
     def leaves(self) -> tuple[KernelLeaf, ...]:
+        # Axes take the place of kernels, so that their order is that of the output.
         axes = self.pairing.assemble(self.pairing.axes)
         return tuple(
             KernelLeaf(
@@ -472,7 +512,7 @@ class ModelKernel(AbstractBlockKernel):
         return Flat(structs, structure)
 
     @property
-    def rows(self) -> tuple[Rows, Rows]:
+    def rows(self) -> RowsOfSides:
         return self.pairing.rows
 
     @functools.cached_property
@@ -483,6 +523,7 @@ class ModelKernel(AbstractBlockKernel):
     @functools.cached_property
     def _kept(self) -> tuple[PyTree[Factor], PyTree[Factor]]:
         """The factors of an example of each side."""
+        # One shape for two sides only if they are the same: types may differ.
         structs, of = self.structs((1, 1)), self.pairing.factors
         rows = eqx.filter_eval_shape(of, 0, structs[0].arrays)
         same = self.is_same
@@ -494,10 +535,11 @@ class ModelKernel(AbstractBlockKernel):
 
     def _shared_by(self, side: int) -> PyTree:
         """The factors that all examples of a side share."""
-        _, structs = divided(self._kept[side])
-        if not jtu.tree_leaves(structs):
-            return structs
-        return divided(self._factors(side, self.rows[side].one().arrays))[1]
+        # Without any, no example needs to be run for them.
+        shared = divided(self._kept[side]).shared
+        if not jtu.tree_leaves(shared):
+            return shared
+        return divided(self._factors(side, self.rows[side].one().arrays)).shared
 
     def _factors(self, side: int, arrays: list) -> PyTree[Factor]:
         with self.pairing.products():
@@ -507,12 +549,13 @@ class ModelKernel(AbstractBlockKernel):
         side = 0 if self.is_same else side
 
         def run(rows: Rows) -> tuple[PyTree, Array | None]:
-            of_examples, _ = divided(self._factors(side, rows.arrays))
+            of_examples = divided(self._factors(side, rows.arrays)).of_examples
             # A dummy array, because a loop needs at least one.
             is_empty = not jtu.tree_leaves(of_examples)
             return of_examples, jnp.zeros(rows.total) if is_empty else None
 
         of_examples, _ = accumulated(run, rows, size, Concat())
+        # `prepare` ran if there is a loop around this.
         shared = self.pairing.shared
         shared = shared[side] if shared else self._shared_by(side)
         factors = jtu.tree_leaves(self._kept[side], is_leaf=is_factor)

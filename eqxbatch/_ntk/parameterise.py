@@ -41,6 +41,7 @@ class NTKLayer(eqx.Module):
     def scaled(self) -> Callable:
         """The layer with scales multiplied into its weight and bias."""
         scales = self.weight_scale, self.bias_scale
+        # A layer without a bias leaves its scale.
         pairs = zip(_parameters(self.layer), scales, strict=False)
         return eqx.tree_at(_parameters, self.layer, [x * scale for x, scale in pairs])
 
@@ -113,6 +114,7 @@ def ntk_parameterise(
     for name, std in (("weight_std", weight_std), ("bias_std", bias_std)):
         if not (math.isfinite(std) and std >= 0):
             raise ValueError(f"`{name}` must be finite and not negative; got {std}.")
+    # Layers are taken as leaves, so that everything between them is left as it is.
     is_layer = lambda x: isinstance(x, _LAYERS)
     nodes, treedef = jtu.tree_flatten(model, is_leaf=is_layer)
     if not any(map(is_layer, nodes)):
@@ -121,6 +123,7 @@ def ntk_parameterise(
             f"`equinox.nn.ConvTranspose`; got {shown(model)}. Initialise other models "
             f"by their own scheme.{no_arrays_remedy(model)}"
         )
+    # The number of a leaf gives each layer a key of its own, also for equal layers.
     nodes = [
         _drawn(node, weight_std, bias_std, jr.fold_in(key, number))
         if is_layer(node)
@@ -131,9 +134,11 @@ def ntk_parameterise(
 
 
 def _drawn(layer: Any, weight_std: float, bias_std: float, key: Any) -> NTKLayer:
+    # Axis 0 has the output channels: of `Linear`, `Conv` and `ConvTranspose` alike.
     keys = jr.split(key)
     fan_in = math.prod(layer.weight.shape[1:])
     pairs = zip(keys, _parameters(layer), strict=False)
     parameters = [jr.normal(key, x.shape, x.dtype) for key, x in pairs]
     drawn = eqx.tree_at(_parameters, layer, parameters)
+    # Layers without inputs have weights without entries, of any scale.
     return NTKLayer(drawn, weight_std / math.sqrt(max(fan_in, 1)), bias_std)

@@ -91,14 +91,17 @@ class SeparableProduct(AbstractInnerProduct):
 
     def squares(self, uses: OfLeaf) -> SquaredNorms:
         out = (EXAMPLE, *uses.factors.outputs)
+        # If no two terms met, the norm would be a sum of squares of entries, of which a
+        # summand scales each once, as it scales one of two equal sides.
         squared = _squared(uses)
 
         def term(*scales: Array) -> tuple[Array, Array]:
             total = gram(_scaled(uses, *scales), uses, EXAMPLE, out)
             return total, _sum_of_entries(_scaled(squared, *scales))
 
-        found = _sum_of_terms(self.damped, self.scales, term, _cotangents(uses))
-        total, apart = found
+        sums = _sum_of_terms(self.damped, self.scales, term, _cotangents(uses))
+        total, apart = sums
+        # Summands have both signs, so that rounding may leave less than 0.
         return SquaredNorms(jnp.maximum(total, 0), jnp.maximum(apart, 0))
 
     def coordinates(self, jacobian: Factor) -> Factor:
@@ -108,6 +111,7 @@ class SeparableProduct(AbstractInnerProduct):
     def num_terms(self) -> int:
         if self.damped.power == 1:
             return 2
+        # As in `_cauchy`, for a spectrum that is not known before the program runs.
         span = 2 * math.asinh(math.sqrt(_USUAL)) + math.log(4)
         return math.ceil(_rate(self.root.dtype) * span)
 
@@ -127,17 +131,19 @@ def _scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:
         a, d = operands[site.operand], cotangents[site.perturbation]
         assert a is not None
         assert d is not None
+        # Rows are the last axis of the cotangent, or of the operand if it is swapped.
         d = _times(d, scales[rule.d_axes[-1]])
         if rule.token is None:
             operands[site.operand] = _times(a, scales[rule.a_axes[-1]])
         else:
             # The operand is one-hot, so that its scale is a number for each position.
-            chosen = scales[rule.token][0].at[a.array].get(mode="fill", fill_value=0)
+            # A token out of range looks up no row.
+            scale = scales[rule.token][0].at[a.array].get(mode="fill", fill_value=0)
+            # `[examples, outputs, positions, batch, rows]`, as the cotangent.
             d = Factor(d.array if d.has_examples else d.array[None])
             lead = a.array.shape[: a.has_examples] or (1,)
             ones = (1,) * len(factors.outputs)
-            chosen = chosen.reshape(*lead, *ones, chosen.shape[-1], 1, 1)
-            d = _times(d, chosen)
+            d = _times(d, scale.reshape(*lead, *ones, scale.shape[-1], 1, 1))
         cotangents[site.perturbation] = d
     return uses._replace(factors=factors.replaced(operands, cotangents))
 
@@ -164,6 +170,7 @@ def _squared(uses: OfLeaf) -> OfLeaf:
 
 def _sum_of_entries(uses: OfLeaf) -> Real[Array, "n *outputs"]:
     """The sum of all entries of the gradients."""
+    # Of `d a^T`, it is `sum(d) sum(a)`; a one-hot `a` has the sum 1.
     total: Any = 0
     for site in uses.sites:
         a, d, _ = uses.factors.of(site)
@@ -187,6 +194,7 @@ def _sum_of_terms(
     `arrays` are those that `fun` depends on.
     """
     rows, columns, damping = damped.outputs, damped.inputs, damped.damping
+    # `x y + damping * 1` itself has two terms.
     if damped.power == 1:
         added = jnp.broadcast_to(damping, rows.shape)
         terms = fun(rows, columns), fun(added, jnp.ones_like(columns))
@@ -196,6 +204,7 @@ def _sum_of_terms(
     # What is not kept is computed again where a derivative needs it.
     @jax.checkpoint
     def add(state: tuple, node: Array) -> tuple:
+        # `of_rows` and `of_columns` hold `m(w)` and `m(v)` for the nodes so far.
         total, of_rows, of_columns = state
         root = jnp.sqrt(2 * node)
         below, above = table.rows + node, table.columns + node
@@ -217,14 +226,17 @@ def _sum_of_terms(
         is_needed = is_any(lax.stop_gradient(xs[0][0] < table.num))
         return lax.cond(is_needed, steps, lambda state: state, state), None
 
+    # Zeros of what `fun` returns, and the empty product.
     structs = eqx.filter_eval_shape(fun, table.of_rows, table.of_columns)
     state = jax.tree.map(zeros_like, structs), table.of_rows, table.of_columns
-    every = [*arrays, *jax.tree.leaves((damped, scales))]
+    varying = [*arrays, *jax.tree.leaves((damped, scales))]
     num_chunks = math.ceil(_most_terms(rows.dtype) / _CHUNK)
     numbers = jnp.arange(num_chunks * _CHUNK, dtype="int32")
     nodes = table.nodes(numbers)
     xs = [x.reshape(num_chunks, _CHUNK, *x.shape[1:]) for x in (numbers, nodes)]
-    return lax.scan(chunk, vary_as(every, state), tuple(xs))[0][0]
+    # In `jax.shard_map`, a carry must vary over all axes of the mesh that terms vary
+    # over.
+    return lax.scan(chunk, vary_as(varying, state), tuple(xs))[0][0]
 
 
 class _Cauchy(NamedTuple):
@@ -247,10 +259,13 @@ class _Cauchy(NamedTuple):
         These are values of the elliptic function dn, as for a large span. Those with
         numbers above `num` do not matter.
         """
+        # The quarter period `K` for an interval of length `2 * span` in logarithms.
         span = self.span[None]
         quarter = 2 * span + math.log(4)
         share = (2 * (self.num - numbers) - 1) / (2 * self.num)
         share = jnp.maximum(share.astype(span.dtype), 0)[:, None, None]
+        # `dn(u)` is the sum of `sech(u - 2 i K)`, of which two count for `u` from 0 to
+        # `K`; no exponential of these overflows.
         place = quarter * share
         first = 1 / (1 + jnp.exp(-2 * place))
         mirrored = 1 / (1 + jnp.exp(2 * place - 4 * quarter))
@@ -260,9 +275,12 @@ class _Cauchy(NamedTuple):
 
 def _cauchy(damped: DampedProduct, scales: Scales) -> _Cauchy:
     shift, span = scales.shift, scales.span
+    # `a` and `b`: eigenvalues of these sizes become `tops`.
     both = safe_zip((damped.outputs, damped.inputs), scales.sizes, scales.tops)
     a, b = (x / size * top for x, size, top in both)
     below, above = 1 - a * shift, b + shift
+    # As many terms as the longest interval needs. Where a span is not finite, the
+    # result is not, either.
     num = jnp.ceil(jnp.max(2 * span + math.log(4)) * _rate(span.dtype))
     return _Cauchy(
         (a + shift) / below,
@@ -298,11 +316,12 @@ def scales_of(products: Sequence[DampedProduct]) -> list[Scales]:
         return []
     # The table is the same for any scale and shift, so that these have no derivative.
     fixed = lax.stop_gradient
+    # The ends of all spectra, `[matrices of all products, 1]` for each side.
     sides = [(x.outputs, x.inputs) for x in products]
     dtype = common_dtype(*(x.dtype for side in sides for x in side))
-    every = [[(_ends(fixed(x))) for x in side] for side in safe_zip(*sides)]
+    ends_of = [[(_ends(fixed(x))) for x in side] for side in safe_zip(*sides)]
     joined = lambda arrays: jnp.concatenate([x.astype(dtype) for x in arrays])
-    ends = [tuple(map(joined, safe_zip(*side))) for side in every]
+    ends = [tuple(map(joined, safe_zip(*side))) for side in ends_of]
     ones = [jnp.ones((len(x.outputs), 1), dtype) for x in products]
     damping = joined([x.damping * one for x, one in safe_zip(products, ones)])
     # Two negative factors have a positive product.
@@ -311,12 +330,15 @@ def scales_of(products: Sequence[DampedProduct]) -> list[Scales]:
     floor = jnp.sqrt(fixed(damping)) * 2.0**-50
     sizes = [jnp.maximum(jnp.maximum(high, -low), floor) for low, high in ends]
     sizes = [jnp.where(size == 0, 1, size) for size in sizes]
+    # From here on, the largest eigenvalue of each side is 1, and `share` the damping.
     lows = [
         jnp.where(is_flipped, -high, low) / size
         for (low, high), size in safe_zip(ends, sizes)
     ]
     share = damping / sizes[0] / sizes[1]
     least = math.prod(jnp.maximum(low, 0) for low in lows)
+    # A damping that is raised is noticed where a product is as small. Its derivative is
+    # that of what it was.
     is_lost = (share < _LEAST) & (least < _LEAST / jnp.finfo(dtype).eps)
     share = share + fixed(jnp.maximum(share, _LEAST) - share)
 
@@ -330,16 +352,19 @@ def scales_of(products: Sequence[DampedProduct]) -> list[Scales]:
     smallest = (first - second) / (1 + first * second)
     span = jnp.maximum(-jnp.log(smallest), 1)
 
+    # A metric that is not positive definite, or out of range, is NaN in place of wrong.
     is_known = (smallest > 0) & ~is_lost & (span <= _LONGEST)
+    # The root of the damping, by roots because the product of sizes may overflow.
     root = jnp.sqrt(share) * jnp.sqrt(sizes[0]) * jnp.sqrt(sizes[1])
     scale = jnp.where(is_known, jnp.sqrt(1 + shift**2), jnp.nan) / root
     sizes = [jnp.where(is_flipped, -size, size) for size in sizes]
     stacked = Scales((sizes[0], sizes[1]), (top, other), shift, scale, span)
+    # Each product gets the rows of its matrices, in its own dtype.
     results, end = [], 0
     for x in products:
         start, end = end, end + len(x.outputs)
-        own = lambda y, part=slice(start, end), of=x: y[part].astype(of.outputs.dtype)
-        results.append(jax.tree.map(own, stacked))
+        take = lambda y, rows=slice(start, end), of=x: y[rows].astype(of.outputs.dtype)
+        results.append(jax.tree.map(take, stacked))
     return results
 
 

@@ -21,6 +21,7 @@ KernelMethod = Literal["auto", "jacobian_contraction", "ntk_vector_products", "s
 def check_method(method: str | int) -> KernelMethod:
     """The name of a method; numbers are those of `neural_tangents`."""
     names: tuple[KernelMethod, ...] = get_args(KernelMethod)
+    # A bool equals 0 or 1, but names no method.
     for number, name in enumerate(names):
         is_number = method == number and not isinstance(method, bool)
         if is_number or str(method).lower() == name:
@@ -85,6 +86,7 @@ class AbstractKernelSettings(eqx.Module):
 
     @property
     def traced_axes(self) -> tuple[int, ...]:
+        # Whether there is a last axis besides the batch, outputs say later.
         return (-1,) if self.trace_axes is None else self.trace_axes
 
     @property
@@ -124,7 +126,7 @@ class AbstractMetricKernel(AbstractJacobianKernel):
             )
 
 
-# The requested kernels.
+# The requested kernels, as users name them: in any case, and None for both.
 Get = str | Sequence[str] | None
 
 
@@ -156,4 +158,5 @@ def named(get: Get, results: list[Any]) -> Any:
     return _named_tuple("Kernel", names_of(get))(*results)
 
 
+# One class for each tuple of names, so that results of two calls have one structure.
 _named_tuple = functools.cache(collections.namedtuple)

@@ -27,6 +27,7 @@ from .._batch.parameters import are_parameters, warn_of_numbers
 from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._kernels.grid import Grid, Sizes
+from .._kernels.kernel import RowsOfSides
 from .._kernels.sides import Side
 from .metric import Metric
 from .output_axes import Mirror, OutputAxes, OutputRole
@@ -62,11 +63,14 @@ class Request(eqx.Module):
 
     def roles(self, path: str, ndim: int, batch: int | None) -> list[OutputRole]:
         """The role of each axis of an output with `ndim` axes, including `batch`."""
+        # The default axis is none for a scalar of each example.
         roles: list[OutputRole] = ["full"] * ndim
         is_scalar = self.traces_last and ndim == self.is_batched
         trace_axes = () if is_scalar else self.mirror.trace_axes
         pairs: list[tuple[OutputRole, tuple[int, ...]]]
         pairs = [("trace", trace_axes), ("diagonal", self.mirror.diagonal_axes)]
+        # Messages name the axis as it was given, and count from the front where two are
+        # compared: negative axes depend on the output.
         for role, axes in pairs:
             name = f"{role}_axes"
             for axis in axes:
@@ -87,7 +91,8 @@ class Request(eqx.Module):
                         f"({trace_axes}) and in `diagonal_axes` ({axes}). It can "
                         "be in one of them only."
                     )
-                # The default axis is counted from the end.
+                # The default axis is counted from the end, and would be that of the
+                # examples if an output has no other.
                 if role == "trace" and axis < 0 and axis % ndim == batch:
                     raise ValueError(
                         f"`trace_axes` has the axis {axis}, which is the batch axis "
@@ -130,14 +135,18 @@ class TracedModel(eqx.Module):
     def programs(self) -> list[TracedFunction]:
         """The program of an example of each side."""
         sides, model = self.sides, as_callable(self.model)
+        # Programs are functions of the parameters, with the rest of the model as
+        # constants. An NNGP has none.
         chosen = self.request.chosen
-        parameters, rest = None, model
+        parameters, static = None, model
         if chosen is not None:
-            parameters, rest = partitioned(model, chosen)
+            parameters, static = partitioned(model, chosen)
         leaves, treedef = jtu.tree_flatten(parameters)
-        combine = lambda leaves: eqx.combine(jtu.tree_unflatten(treedef, leaves), rest)
+        combine = lambda x: eqx.combine(jtu.tree_unflatten(treedef, x), static)
+        # As for the examples: no derivative is summed over devices.
         arrays = jtu.tree_leaves(eqx.filter(self.sides, eqx.is_array))
         leaves = vary_as(arrays, leaves)
+        # The model is traced once if the examples of both sides have one type.
         programs: list[TracedFunction] = []
         for side in sides:
             if programs and side.type == sides[0].type:
@@ -168,10 +177,9 @@ class TracedModel(eqx.Module):
     @functools.cached_property
     def axes(self) -> list[OutputAxes]:
         """The axes of each output and their roles in the kernel."""
-        request = self.request
-        leaves = jtu.tree_leaves_with_path(self.out)
         check_outputs(self.out, "The model", "outputs that have a kernel")
         outs = [self.out, self.programs[-1].out]
+        # Both sides have the same axes, whose sizes may differ.
         of = lambda x: (len(x.shape), str(x.dtype))
         kinds = [jtu.tree_map(of, out) for out in outs]
         if kinds[0] != kinds[1]:
@@ -181,40 +189,16 @@ class TracedModel(eqx.Module):
                 f"for an example of `x1` and for one of `x2`; got {types[0]} and "
                 f"{types[1]}."
             )
-        result, has_batch = [], request.is_batched
-        specs: list[int | None] = [None for _ in leaves]
-        if has_batch:
-            specs = broadcast_axes("out_axes", request.out_axes, self.out)
-        for index, ((path, leaf), other, batch) in enumerate(
-            safe_zip(leaves, jtu.tree_leaves(outs[1]), specs)
-        ):
-            ndim = len(leaf.shape) + has_batch
-            if has_batch:
-                if batch is None or not -ndim <= batch < ndim:
-                    raise ValueError(
-                        f"`out_axes` gives an output of shape {leaf.shape} for one "
-                        f"example the batch axis {batch}, which is none of the {ndim} "
-                        "that it has then."
-                    )
-                batch %= ndim
-            roles = request.roles(jtu.keystr(path), ndim, batch)
-            if self.is_diagonal and batch is not None:
-                if roles[batch] == "trace":
-                    raise ValueError(
-                        f"`trace_axes` has the axis {batch} of the examples, over "
-                        "which the diagonal has its mean. Call the kernel instead of "
-                        "`diagonal`."
-                    )
-                roles[batch] = "diagonal"
-            shapes = tuple(leaf.shape), tuple(other.shape)
-            axes = OutputAxes(index, shapes, leaf.dtype, batch, tuple(roles))
-            full, pairs = axes.axes_with("full"), enumerate(safe_zip(*shapes))
-            if any(axis not in full and n != other for axis, (n, other) in pairs):
-                raise ValueError(
-                    "`trace_axes` and `diagonal_axes` must have the same sizes for "
-                    f"`x1` and `x2`; got outputs of shapes {shapes[0]} and {shapes[1]}."
-                )
-            result.append(axes)
+        leaves = [jtu.tree_leaves_with_path(out) for out in outs]
+        # A model of a whole batch has outputs without a batch axis.
+        specs: list[int | None] = [None for _ in leaves[0]]
+        if self.request.is_batched:
+            specs = broadcast_axes("out_axes", self.request.out_axes, self.out)
+        result = [
+            self._output_axes(index, jtu.keystr(path), x, y, batch)
+            for index, ((path, x), (_, y), batch) in enumerate(safe_zip(*leaves, specs))
+        ]
+        # Examples that are no pairs must be as many on both sides.
         first, second = self.totals
         if first != second and not all(axes.pairs_examples for axes in result):
             raise ValueError(
@@ -223,14 +207,50 @@ class TracedModel(eqx.Module):
             )
         return result
 
+    def _output_axes(
+        self, index: int, path: str, first: Any, second: Any, batch: int | None
+    ) -> OutputAxes:
+        """The axes of an output, of which there are structs for both sides."""
+        shapes = tuple(first.shape), tuple(second.shape)
+        ndim = len(shapes[0]) + self.request.is_batched
+        # The shapes are those of one example, and axes are counted in the whole output.
+        if self.request.is_batched:
+            if batch is None or not -ndim <= batch < ndim:
+                raise ValueError(
+                    f"`out_axes` gives an output of shape {shapes[0]} for one "
+                    f"example the batch axis {batch}, which is none of the {ndim} "
+                    "that it has then."
+                )
+            batch %= ndim
+        roles = self.request.roles(path, ndim, batch)
+        # The diagonal is one more role of the axis of the examples.
+        if self.is_diagonal and batch is not None:
+            if roles[batch] == "trace":
+                raise ValueError(
+                    f"`trace_axes` has the axis {batch} of the examples, over "
+                    "which the diagonal has its mean. Call the kernel instead of "
+                    "`diagonal`."
+                )
+            roles[batch] = "diagonal"
+        axes = OutputAxes(index, shapes, first.dtype, batch, tuple(roles))
+        # What is not apart is one axis of both sides.
+        full, pairs = axes.axes_with("full"), enumerate(safe_zip(*shapes))
+        if any(axis not in full and n != other for axis, (n, other) in pairs):
+            raise ValueError(
+                "`trace_axes` and `diagonal_axes` must have the same sizes for "
+                f"`x1` and `x2`; got outputs of shapes {shapes[0]} and {shapes[1]}."
+            )
+        return axes
+
     @property
-    def rows(self) -> tuple[Rows, Rows]:
+    def rows(self) -> RowsOfSides:
         """The examples of both sides; a single object if they are the same."""
-        return self.sides[0].rows, self.sides[-1].rows
+        return RowsOfSides(self.sides[0].rows, self.sides[-1].rows)
 
     @property
     def totals(self) -> tuple[int, int]:
-        return self.rows[0].total, self.rows[1].total
+        first, second = self.rows
+        return first.total, second.total
 
     def grid(self, sizes: Sizes) -> Grid:
         """How a kernel of all pairs of examples is cut into tiles."""
@@ -262,6 +282,7 @@ class TracedModel(eqx.Module):
         num, key = self.request.num_probes, self.request.key
         if num is None:
             return axes
+        # Only traced axes can be projected: others have an entry of the kernel each.
         traced = [axes.shape[axis] for axis in axes.axes_with("trace")]
         if not traced and not self.request.traces_last:
             raise ValueError(
@@ -274,6 +295,7 @@ class TracedModel(eqx.Module):
                 "single examples do not give that of their mean. Name it in "
                 "`diagonal_axes`, and average the returned `kernel`."
             )
+        # Without a key, the sum of the outputs; else signs that differ between outputs.
         probes = jnp.ones((num, *traced), axes.dtype)
         if key is not None:
             key = jr.fold_in(key, axes.index)
@@ -293,6 +315,7 @@ class StatefulModel(eqx.Module):
     index: Any = None
 
     def __call__(self, x: PyTree, **kwargs: Any) -> PyTree:
+        # Models with the same key for an example differ in their dropout, too.
         key = kwargs.get("key")
         if key is not None and self.index is not None:
             kwargs["key"] = jr.fold_in(key, self.index)
@@ -343,6 +366,7 @@ def partitioned(model: PyTree, chosen: ChosenLeaves) -> tuple[PyTree, PyTree]:
     Raises `ValueError` for another structure, or if a parameter is no array of an
     inexact dtype any more. Shapes may differ, as within `jax.vmap`.
     """
+    # As paths, the leaves are compared without the arrays of the earlier model.
     leaves, treedef = jtu.tree_flatten_with_path(model)
     paths, before = [jtu.keystr(path) for path, _ in leaves], [x for x, _ in chosen]
     wrong = sorted({*paths} ^ {*before})
@@ -375,6 +399,7 @@ def kernel_product(
     No axis is traced, and entries between different outputs are included. The kernel is
     not materialised.
     """
+    # Tangents are as large as the parameters: there are no factors to keep.
     del room
     vectors, sizes = _checked(vector, model), model.grid(sizes).sizes
     are_complex = [axes.is_complex for axes in model.axes]
@@ -402,6 +427,7 @@ def _checked(vector: PyTree, model: TracedModel) -> list[Array]:
     for axes, x in safe_zip(model.axes, jtu.tree_leaves(vector)):
         expected = jax.ShapeDtypeStruct(axes.whole_shape(model.totals[1]), axes.dtype)
         check_equal("The shape and dtype of `v`", type_of(x), type_of(expected), remedy)
+        # A model of a whole batch has one example.
         lead = x[None] if axes.batch is None else jnp.moveaxis(x, axes.batch, 0)
         result.append(lead)
     return vary_as([x for side in model.sides for x in side.rows.arrays], result)
@@ -415,6 +441,7 @@ def _real_product(
     rows, columns = sizes
     num = len(second.arrays)
 
+    # `J2^H v`, summed over blocks of examples: JAX pulls back without conjugation.
     def pull(rows: Rows) -> list[Array]:
         arrays, vectors = rows.arrays[:num], rows.arrays[num:]
         values = lambda leaves: model.programs[-1].many(leaves, arrays)
@@ -427,9 +454,11 @@ def _real_product(
     if model.axes[0].is_complex:
         # As in `pairings.Sites`: a complex parameter counts as two real ones.
         tangents = [x / 2 if jnp.iscomplexobj(x) else x for x in tangents]
+    # `M J2^H v`, in the dtypes of the parameters.
     if model.request.metric is not None:
         products = model.request.metric.product(tangents)
         tangents = [x.astype(y.dtype) for x, y in safe_zip(products, tangents)]
+    # `J1` times that: in forward mode, or as the transpose of reverse mode.
     derivative = derivative_of_program("the model", model.programs[0])
     if derivative == "rows":
         raise TypeError(
@@ -443,6 +472,7 @@ def _real_product(
         values = lambda leaves: model.programs[0].many(leaves, rows.arrays)
         return pushed(values, model.leaves, tangents, derivative)
 
+    # Examples are along axis 0 until here.
     products = accumulated(push, first, rows, Concat())
     return [
         x[0] if axes.batch is None else jnp.moveaxis(x, 0, axes.batch)

@@ -14,8 +14,8 @@ from .._batch.arguments import Dtype
 from .._batch.rows import Rows
 from .._kernels.engine import on_device
 from .._kernels.grid import Grid
-from .._kernels.kernel import room_of
-from .._ntk.example_factors import choose_formed, ExampleFactors
+from .._kernels.kernel import room_of, RowsOfSides
+from .._ntk.example_factors import choose_formed, ExampleFactors, FactorPlan
 from .._ntk.output_axes import Mirror, OutputAxes
 from .._ntk.pairings import ModelKernel, Sites
 from .._sites.factors import Factors
@@ -40,19 +40,20 @@ class SampleKernel:
         self._programs = residuals.centred_programs
         # The kernel of two terms contracts factors of both, so that a leaf is formed
         # for all terms or for none. Costs are those of factors that are not formed yet.
-        formed = self._formed([self._factors_of(i, ()) for i in residuals.numbers])
+        formed = self._formed([self._plan_of(i, ()) for i in residuals.numbers])
         # One backward pass computes all gradients of a leaf. That is faster than
         # contracting the factors of its sites.
-        self._factors = [self._factors_of(i, formed) for i in residuals.numbers]
+        plans = [self._plan_of(i, formed) for i in residuals.numbers]
+        self._factors = [ExampleFactors(plan, [()]) for plan in plans]
         self._kernels = {pair: self._kernel(*pair) for pair in self._pairs()}
         self._kept: list[Rows] = []
 
-    def _factors_of(self, number: int, formed: Collection[int]) -> ExampleFactors:
+    def _plan_of(self, number: int, formed: Collection[int]) -> FactorPlan:
         rows, program = self._residuals.rows[number], self._programs[number]
         axes = self._axes(number, number, program.structs[0].dtype)
-        return ExampleFactors(program, rows, [axes], num_outputs=1, formed=formed)
+        return FactorPlan(program, rows, [axes], num_outputs=1, formed=formed)
 
-    def _formed(self, factors: list[ExampleFactors]) -> set[int]:
+    def _formed(self, plans: list[FactorPlan]) -> set[int]:
         """The leaves whose gradients are formed, for all terms."""
         if self._residuals.centre:  # Products would cancel.
             return {*range(len(self._residuals.leaves))}
@@ -61,7 +62,7 @@ class SampleKernel:
         for i, j in self._pairs():
             totals = self._residuals.rows[i].total, self._residuals.rows[j].total
             grid = Grid.of(totals, (self._size, self._size), i == j)
-            formed |= {*choose_formed(factors[i], factors[j], 0, grid)[0]}
+            formed |= {*choose_formed(plans[i], plans[j], 0, grid).leaves}
         return formed
 
     def _axes(self, first: int, second: int, dtype: Dtype) -> OutputAxes:
@@ -78,7 +79,7 @@ class SampleKernel:
         pairing = Sites(
             [],
             [axes],
-            (rows[first], rows[second]),
+            RowsOfSides(rows[first], rows[second]),
             lambda: products_of(*(program.closed for program in self._programs)),
             factors,
             assemble=lambda blocks: blocks["ntk", 0],
@@ -123,7 +124,7 @@ class SampleKernel:
         totals = residuals.zeros()
         vectors, size = in_range(residuals.centred(vectors, is_transpose=True))
         for number, vector in enumerate(vectors):
-            of_term, traced = self._factors[number], self._programs[number]
+            of_term, traced = self._factors[number].plan, self._programs[number]
             of_rows = self._kernels[number, number].factors(0, self._kept[number])
             factors = of_term.factors(of_rows, 0, 0)
             for leaf, array in enumerate(residuals.leaves):

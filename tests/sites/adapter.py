@@ -348,7 +348,7 @@ def with_kernels_by(form: str) -> Iterator[None]:
 
     def chosen(
         first: Any, second: Any, which: int, schedule: Any
-    ) -> tuple[list[int], float]:
+    ) -> example_factors.Formed:
         if form == "auto":
             return real(first, second, which, schedule)
         costs = example_factors.leaf_costs(first, second, which, schedule)
@@ -358,7 +358,8 @@ def with_kernels_by(form: str) -> Iterator[None]:
         }
         leaves = range(len(costs))
         used = [leaf for leaf in leaves if first.table.of(leaf)]
-        return [leaf for leaf in used if wanted[form](*costs[leaf])], 0.0
+        leaves = [leaf for leaf in used if wanted[form](*costs[leaf])]
+        return example_factors.Formed(leaves, 0.0)
 
     with mock.patch.object(pairings, "choose_formed", chosen):
         yield

@@ -1,0 +1,221 @@
+"""The factors of a program in the coordinates of a metric."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact
+
+from .._base.dtypes import common_dtype
+from .._base.platforms import exact_products
+from .._base.trees import safe_zip
+from .._curvature.kronecker_sums import VECTOR
+from .._sites.factors import Factors
+from .._sites.formed import gradients
+from .._sites.inner_product import AbstractInnerProduct, PlainProduct
+from .._sites.kronecker import AxisRoles, Part, parts_of, uses_of
+from .._sites.program import Program
+from .._sites.site import AxisNames, leaf_site, Rule, Site
+from .._sites.table import SiteTable
+from .._sites.views import leaf_view
+from .metric import Metric, MetricPart
+from .product_basis import Coordinates, ProductBasis
+from .projection import Projection
+from .separable import scales_of, SeparableProduct
+
+
+class InMetric:
+    """The factors of a program in the coordinates of a metric.
+
+    - `table`: the leaves and sites that they belong to.
+    """
+
+    def __init__(self, program: Program, metric: Metric):
+        self._original, self._metric = program, metric
+        # Once for all: each looks at all leaves. A projection has its own parts.
+        groups = [part.leaves for part in metric.parts]
+        self._projects = any(isinstance(x.basis, Projection) for x in metric.parts)
+        if self._projects:
+            # Each leaf has its own signs, so that a bias is no column of its weight.
+            groups = [(leaf,) for leaf, _ in enumerate(program.leaves)]
+        self._parts = parts_of(program.table, groups)
+        # The uses of each part whose gradients are outer products; where there are
+        # none, gradients are formed.
+        self._uses = [
+            uses_of(program.table, part) if part.layout is not None else []
+            for part in self._parts
+        ]
+        # A projection asks when it sees the factors.
+        if not self._projects:
+            both = safe_zip(metric.parts, self._parts, self._uses)
+            self._uses = [
+                uses if _has_products(part, other, uses) else []
+                for part, other, uses in both
+            ]
+        self.table = self._in_coordinates()
+
+    def inners(self) -> list[AbstractInnerProduct]:
+        """The inner product of the factors of each leaf of the table."""
+        inners: list[AbstractInnerProduct] = [PlainProduct()] * len(self.table.leaves)
+        if self._projects:
+            return inners
+        # Leaf `i` of the table has the coordinates of part `i` of the metric.
+        bases = [part.basis for part in self._metric.parts]
+        damped_leaves = {
+            leaf: (basis.damped, basis.values)
+            for leaf, (basis, uses) in enumerate(safe_zip(bases, self._uses))
+            if uses and isinstance(basis, ProductBasis) and basis.damped is not None
+        }
+        # For all leaves at once: these are few numbers, and many small operations.
+        scales_of_leaves = scales_of([damped for damped, _ in damped_leaves.values()])
+        both = safe_zip(scales_of_leaves, damped_leaves.items())
+        for scales, (leaf, (damped, root)) in both:
+            assert root is not None
+            inners[leaf] = SeparableProduct(damped, scales, root)
+        return inners
+
+    def pairs(
+        self,
+        operands: list[Array],
+        cotangents: list[Array],
+        lead: tuple[int, ...],
+        values: list,
+    ) -> list[list[Coordinates]]:
+        """Operand and cotangent of one example, for each site of each part.
+
+        Cotangents have axes of the sizes `lead` first, those of outputs.
+        """
+        # Sums of Kronecker factors take one axis of examples and one of vectors.
+        num, vectors = len(lead), math.prod(lead)
+        flat = [x.reshape(1, vectors, *x.shape[num:]) for x in cotangents]
+        of_example = [x[None] for x in operands]
+        factors = Factors(of_example, flat, (VECTOR,), 1, values)
+        # A projection adds up all leaves: they are one leaf of the table.
+        if self._projects:
+            (part,) = self._metric.parts
+            assert isinstance(part.basis, Projection)
+            total = self._projected(part.basis, factors, vectors)
+            return [[Coordinates(None, total.reshape(*lead, part.basis.dim))]]
+        results = []
+        for part, uses in safe_zip(self._metric.parts, self._uses):
+            if not uses:
+                # Formed in the precision of the model. Only coordinates need all digits
+                # of products, as eigenvalues may differ by many orders of magnitude.
+                jacobians = [self._jacobian(x, factors, vectors) for x in part.leaves]
+                with exact_products():
+                    coordinates = jax.vmap(part.coordinates)(jacobians)
+                pairs = [Coordinates(None, coordinates[None])]
+            else:
+                assert isinstance(part.basis, ProductBasis)
+                with exact_products():
+                    pairs = part.basis.pairs(uses, factors)
+            # Without the axis of examples, and with those of outputs.
+            results.append(
+                [
+                    Coordinates(
+                        None if a is None else a[0], d.reshape(*lead, *d.shape[2:])
+                    )
+                    for a, d in pairs
+                ]
+            )
+        return results
+
+    def _jacobian(
+        self, leaf: int, factors: Factors, vectors: int
+    ) -> Inexact[Array, "vectors ..."]:
+        table = self._original.table
+        sites, struct = table.of(leaf), table.leaves[leaf]
+        if sites:
+            return gradients(sites, factors, struct)[0]
+        # The model does not use this parameter.
+        return jnp.zeros((vectors, *struct.shape), struct.dtype)
+
+    def _projected(
+        self, projection: Projection, factors: Factors, vectors: int
+    ) -> Inexact[Array, "vectors dim"]:
+        """The coordinates of the gradients, which are not formed if possible."""
+        # Summands, before they are divided by the root of the number of directions.
+        results = []
+        for part, uses in safe_zip(self._parts, self._uses):
+            (leaf,) = part.leaves
+            like = self._original.leaves[leaf]
+            product = projection.of_product(part, uses, factors, like)
+            if product is None:
+                jacobian = self._jacobian(leaf, factors, vectors)
+                product = projection.of_gradient(leaf, jacobian)
+            results.append(product)
+        dtype = common_dtype(*(x.dtype for x in results))
+        total = functools.reduce(jnp.add, (x.astype(dtype) for x in results))
+        return total / math.sqrt(projection.dim)
+
+    def _in_coordinates(self) -> SiteTable:
+        """The leaves and sites of the coordinates."""
+        leaves: list = []
+        sites: list[Site] = []
+        operands: list = []
+        cotangents: list = []
+        # Shapes are those of one example and one direction, as in tables of programs.
+        table, values = self._original.table, self._original.value_structs()
+        structs = table.operands, table.perturbations, values
+        run = lambda operands, cotangents, values: self.pairs(
+            operands, cotangents, (), values
+        )
+        for number, pairs in enumerate(jax.eval_shape(run, *structs)):
+            a, d = pairs[0]
+            # Coordinates of formed gradients are a leaf that is its own cotangent.
+            if a is None:
+                leaves.append(d)
+                sites.append(leaf_site(number, d, len(cotangents)))
+                cotangents.append(d)
+                continue
+            # Those of outer products belong to one matrix, which all uses share.
+            layout = self._parts[number].layout
+            assert layout is not None
+            leaves.append(jax.ShapeDtypeStruct(layout.sizes, d.dtype))
+            for use, (a, d) in safe_zip(self._uses[number], pairs):
+                rule = _rule(a.shape[0], layout.sizes, use)
+                view = leaf_view(number, leaves[-1])
+                sites.append(Site(view, rule, len(cotangents), len(operands), False))
+                operands.append(a)
+                cotangents.append(d)
+        return SiteTable(leaves, sites, cotangents, operands)
+
+
+def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
+    """Whether gradients are outer products for the basis of a part of the metric.
+
+    `other` is the part of the same leaves in the program.
+    """
+    if not isinstance(part.basis, ProductBasis) or part.basis.part != other:
+        return False
+    # Counts of tokens only rescale what is looked up, so that a table that is also a
+    # last layer has gradients to be formed; and a matrix cannot rotate tokens.
+    is_counted = part.basis.inputs.ndim == 2
+    is_lookup = lambda use: use.site.rule.token is not None and not use.is_swapped
+    return all(is_lookup(use) is is_counted for use in uses)
+
+
+def _rule(num: int, shape: tuple[int, ...], use: AxisRoles) -> Rule:
+    """A batch of matrices that meets operands, or tokens, at several positions."""
+    axes, token = ("batch", "rows", "columns"), None
+    of_a: AxisNames = ("position", "batch", "columns")
+    of_d: AxisNames = ("position", "batch", "rows")
+    # The operand has the outputs of the layout, as in a last layer that is an
+    # embedding.
+    if use.is_swapped:
+        of_a, of_d = of_d, of_a
+    sizes = {"position": num, **dict(safe_zip(axes, shape))}
+    # Such as `"pbc,brc->pbr"`: position, batch, rows and columns.
+    letters = lambda axes: "".join(axis[0] for axis in axes)
+    equation = f"{letters(of_a)},{letters(axes)}->{letters(of_d)}"
+    op: Callable[[Any, Array], Array] = functools.partial(jnp.einsum, equation)
+    # Tokens look up columns of each matrix: `[batch, rows, position]` first.
+    if use.site.rule.token is not None:
+        op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
+        of_a, token = ("position",), "columns"
+    # What the operation depends on: sites with the same key may be stacked.
+    key = f"{sizes}{token}{use.is_swapped}"
+    return Rule("metric", op, None, of_a, of_d, axes, sizes, token=token, key=key)
