@@ -24,7 +24,13 @@ import numpy as np
 from jax.sharding import AxisType
 from sklearn.datasets import load_digits
 
-from eqxbatch import EmpiricalNTK, filter_batch_kernel, ZarrStore
+from eqxbatch import (
+    EmpiricalNTK,
+    filter_batch_kernel,
+    KernelProduct,
+    TopK,
+    ZarrStore,
+)
 from . import harness
 from .harness import Bar, OURS, temporaries
 from .kernels import CNN, Peer, ratios, timed
@@ -112,6 +118,73 @@ def beside_estimators(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]
         figures[f"{name}, own blocks"] = {"seconds": seconds, "ratio": ratio}
         title = f"{name}: time, of the estimator's own blocks"
         bars.append(Bar(title, 1 / ratio, 1.15, is_time=True))
+    return lines, bars, figures
+
+
+# How many of the largest entries of each row are looked for.
+_LARGEST = 20
+
+
+def product_by_hand(size: int, x: jax.Array, v: jax.Array) -> jax.Array:
+    """A product with an RBF kernel, from the blocks on and above the diagonal."""
+    block = lambda array, i: jax.lax.dynamic_slice_in_dim(array, i * size, size)
+    put = jax.lax.dynamic_update_slice_in_dim
+
+    def step(out: jax.Array, pair: jax.Array) -> tuple[jax.Array, None]:
+        i, j = pair
+        tile = rbf(block(x, i), block(x, j))
+        out = put(out, block(out, i) + tile @ block(v, j), i * size, 0)
+        mirrored = jnp.where(i == j, 0.0, 1.0) * (block(v, i) @ tile)
+        return put(out, block(out, j) + mirrored, j * size, 0), None
+
+    pairs = jnp.stack(jnp.triu_indices(len(x) // size), axis=1)
+    return jax.lax.scan(step, jnp.zeros_like(v), pairs)[0]
+
+
+def largest_by_hand(size: int, x: jax.Array) -> list[jax.Array]:
+    """The largest entries of rows, by panels of all columns as large as a block."""
+    height = size**2 // len(x)
+
+    def panel(i: jax.Array) -> list[jax.Array]:
+        rows = jax.lax.dynamic_slice_in_dim(x, i * height, height)
+        return jax.lax.top_k(rbf(rows, x), _LARGEST)
+
+    return jax.lax.map(panel, jnp.arange(len(x) // height))
+
+
+def reductions(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+    """Reductions of a plain kernel, compared with a few lines of JAX."""
+    n, size = (2_000, 200) if quick else (20_000, 1_000)
+    x, v = jr.normal(jr.key(0), (n, 16)), jr.normal(jr.key(1), (n,))
+    lines, bars, figures = [], [], {}
+    jobs = {
+        "product": (KernelProduct(v), jax.jit(product_by_hand, static_argnums=0), (v,)),
+        f"{_LARGEST} largest entries of each row": (
+            TopK(_LARGEST),
+            jax.jit(largest_by_hand, static_argnums=0),
+            (),
+        ),
+    }
+    for name, (reduce, by_hand, more) in jobs.items():
+        batch = functools.partial(
+            filter_batch_kernel, rbf, block_size=size, reduce=reduce
+        )
+        programs = {
+            OURS: runner(batch(symmetric=True), x),
+            "every block": runner(batch(symmetric=False), x),
+            "by hand": runner(by_hand, size, x, *more),
+        }
+        found, seconds = ratios(programs, 3 if quick else 9)
+        title = f"{name}, {n:,} examples by {size:,}"
+        for way in ("by hand", "every block"):
+            lines.append(f"| {title} | {way} | {found[way]:.2f} |")
+            title = ""
+        figures[name] = {"seconds": seconds, "ratios": found}
+        # The best of ours, of the fastest way within the memory of a block.
+        ratio = min(1.0, found["every block"]) / found["by hand"]
+        bars.append(Bar(f"{name}: time, of by hand", ratio, 1.1, is_time=True))
+    ratio = 1 / figures["product"]["ratios"]["every block"]
+    bars.append(Bar("product: time, of every block", ratio, 0.65, is_time=True))
     return lines, bars, figures
 
 
@@ -225,8 +298,9 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     lines = ["| job | way | time ÷ eqxbatch's |", "|---|---|---:|"]
     own, bars, figures = on_digits(quick)
     lines += own
-    own, more, found = beside_estimators(quick)
-    lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}
+    for measured in (beside_estimators, reductions):
+        own, more, found = measured(quick)
+        lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}
     if not quick:
         own, more, found = beside_peer()
         lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}

@@ -169,7 +169,7 @@ class FunctionCall(AbstractKernelCall):
         """Whether the function may compute factors of examples for all blocks."""
         return isinstance(self.kernel_fn, AbstractKernelFunction) and not self.pairwise
 
-    @property
+    @functools.cached_property
     def rows(self) -> RowsOfSides:
         return RowsOfSides(self.sides[0].rows, self.sides[-1].rows)
 
@@ -234,7 +234,7 @@ class CalledKernel(AbstractBlockKernel):
     def out(self) -> Flat:
         return self.sampled
 
-    @property
+    @functools.cached_property
     def rows(self) -> RowsOfSides:
         return self.call.rows
 

@@ -187,26 +187,29 @@ class Tiles:
         `counts` is False if the tile is only padding.
         """
         grid = self.grid
-        blocks = [
+        rows, columns = (
             Block(index, grid.start(side, index), size, False, 1, grid.totals[side])
             for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
-        ]
+        )
         are_new = _new_entries(grid, pair, counts)
         updated = [
-            collector.update(state, x, *blocks, are_new)
+            collector.update(state, x, rows, columns, are_new)
             for collector, state, x in safe_zip(
                 self.collectors, states.arrays, tile.arrays
             )
         ]
         if grid.is_symmetric and not is_diagonal:
-            updated = self._update_mirrored(updated, tile.arrays, blocks, are_new)
+            updated = self._update_mirrored(
+                updated, tile.arrays, rows, columns, are_new
+            )
         return States(updated, tile.and_before(states.is_symmetric))
 
     def _update_mirrored(
         self,
         states: list[PyTree[Array]],
         tile: list[Array],
-        blocks: Sequence[Block],
+        rows: Block,
+        columns: Block,
         are_new: Bool[Array, "rows columns"] | None,
     ) -> list[PyTree[Array]]:
         """The states after the mirror image of a tile, which has these blocks."""
@@ -221,14 +224,14 @@ class Tiles:
             elif mirror.is_transpose and isinstance(reduction, AbstractTwoSided):
                 updated.append(
                     collector.update_mirrored(
-                        reduction, state, tile[i], *blocks, are_new
+                        reduction, state, tile[i], rows, columns, are_new
                     )
                 )
             else:
                 # The same entries are new, in exchanged blocks.
                 of_image = None if are_new is None else are_new.T
                 updated.append(
-                    collector.update(state, mirrored()[i], *blocks[::-1], of_image)
+                    collector.update(state, mirrored()[i], columns, rows, of_image)
                 )
         return updated
 

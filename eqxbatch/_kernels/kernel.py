@@ -298,7 +298,7 @@ class AbstractBlockKernel(eqx.Module):
     def totals(self) -> tuple[int, int]:
         return self.rows[0].total, self.rows[1].total
 
-    @property
+    @functools.cached_property
     def grid(self) -> Grid:
         """How the kernel is cut into tiles."""
         assert isinstance(self.sizes, tuple)

@@ -269,7 +269,8 @@ def _largest_of_groups(
 def _largest(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     """The largest entries along an axis, which is NaN if there is one.
 
-    `jnp.max` on CPUs drops NaN in JAX 0.12.
+    XLA for CPUs drops NaN in reductions of its own
+    (https://github.com/openxla/xla/issues/21461).
     """
     # As fast as `jnp.max`.
     larger = lambda x, y: lax.select((x >= y) | (x != x), x, y)
