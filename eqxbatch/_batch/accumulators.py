@@ -335,6 +335,11 @@ class AbstractExtreme(AbstractAccumulator[_Extreme]):
     def aggregate(self, values: Shaped[Array, "b *r"], block: Block) -> _Extreme:
         _before_any(type(self).__name__, values.dtype, self.sign)
         extreme = values.max(axis=0) if self.sign < 0 else values.min(axis=0)
+        if jnp.issubdtype(values.dtype, jnp.inexact):
+            # XLA for CPUs drops NaN where it reduces some thousand numbers, with JAX
+            # 0.12 (https://github.com/openxla/xla/issues/21461 is of its kind).
+            has_nan = jnp.any(jnp.isnan(values), axis=0)
+            extreme = extreme * jnp.where(has_nan, jnp.nan, 1).astype(extreme.dtype)
         count = jnp.sum(values == extreme[None], axis=0, dtype=jnp.int32)
         return _Extreme(extreme, count)
 

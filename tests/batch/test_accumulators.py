@@ -234,6 +234,19 @@ def test_nan_propagates():
         assert np.all(np.isnan(micro(x)))
 
 
+def test_extremes_of_thousands_of_results():
+    x = np.random.default_rng(0).normal(size=(3000, 64)).astype(np.float32)
+    x[::7, ::3] = np.nan
+    x[5, 5] = np.inf
+    accumulators = Max(), Min()
+    extremes = filter_micro_vmap(
+        lambda x: (x, x), microbatch_size=500, accumulator=accumulators
+    )
+    got = extremes(x)
+    np.testing.assert_array_equal(got[0], x.max(axis=0))
+    np.testing.assert_array_equal(got[1], x.min(axis=0))
+
+
 def test_running_mean_does_not_overflow():
     x = jnp.full(100, 3e38, jnp.float32)
     micro = functools.partial(filter_micro_vmap, lambda x: x, microbatch_size=7)
