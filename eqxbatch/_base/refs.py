@@ -2,9 +2,8 @@
 
 A `Ref` that a function makes for itself is a value that changes: the program without it
 passes that value from one equation to the next. JAX does the same when it compiles, but
-that is too late for derivatives: through a `jax.lax.scan`, its derivative of a function
-with a `Ref` is zero, and a `jax.custom_jvp` refuses it
-(https://github.com/jax-ml/jax/issues/27470).
+that is too late for derivatives: through a `jax.lax.map`, that of a function which
+makes a `Ref` is zero, and a `jax.custom_jvp` refuses it.
 """
 
 import dataclasses

@@ -56,7 +56,11 @@ def _selected(model: PyTree, filter_spec: PyTree) -> list[Any]:
         # leaves whenever one is made. A module is a tree, also if it can be called.
         if callable(filter_spec) and jtu.all_leaves([filter_spec]):
             leaves = jtu.tree_leaves(model)
-            return [x if filter_spec(x) else _OTHER for x in leaves]
+            are_selected = [filter_spec(x) for x in leaves]
+            # Equinox refuses results such as None, or several for one leaf.
+            if jtu.all_leaves(are_selected):
+                pairs = safe_zip(leaves, are_selected)
+                return [x if is_selected else _OTHER for x, is_selected in pairs]
         return jtu.tree_leaves(eqx.filter(model, filter_spec, replace=_OTHER))
     except Exception as e:
         e.add_note(

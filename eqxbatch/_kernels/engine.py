@@ -221,7 +221,11 @@ class Tiles:
             # Arrays with rows only, or columns only, have no mirror image.
             if not collector.leaf.is_pairwise:
                 updated.append(state)
-            elif mirror.is_transpose and isinstance(reduction, AbstractTwoSided):
+            elif (
+                mirror.is_transpose
+                and isinstance(reduction, AbstractTwoSided)
+                and reduction.takes_mirrored
+            ):
                 updated.append(
                     collector.update_mirrored(
                         reduction, state, tile[i], rows, columns, are_new

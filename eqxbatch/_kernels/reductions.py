@@ -133,6 +133,19 @@ class AbstractTwoSided(AbstractReduction[_State]):
         rows `columns` and the columns `rows`.
         """
 
+    @property
+    def takes_mirrored(self) -> bool:
+        """Whether `update_mirrored` belongs to `update`.
+
+        A subclass that has an `update` of its own gets mirror images as blocks.
+        """
+        classes = [vars(x) for x in type(self).__mro__]
+        update, mirrored = (
+            next(i for i, names in enumerate(classes) if name in names)
+            for name in ("update", "update_mirrored")
+        )
+        return mirrored <= update
+
 
 def sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
     return jax.eval_shape(widened, jax.ShapeDtypeStruct((), struct.dtype)).dtype

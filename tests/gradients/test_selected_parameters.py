@@ -243,6 +243,9 @@ def test_wrong_selections(getkey):
     ):
         with pytest.raises(ValueError, match="`where` must return parts of the model"):
             make(where=where)(model, x, y)
+    for spec in (lambda x: None, lambda x: (False,), lambda x: [True, x.ndim == 1]):
+        with pytest.raises(ValueError, match="`filter_spec` must be as for"):
+            make(filter_spec=spec)(model, x, y)
     with pytest.raises(AttributeError, match="no attribute 'scales'"):
         make(where=lambda model: model.scales)(model, x, y)
     with pytest.raises(ValueError, match="`clip_norm` must be a number or a PyTree"):

@@ -50,6 +50,24 @@ def test_reductions(size, symmetric, getkey):
         np.testing.assert_allclose(found.values, values, rtol=1e-5)
 
 
+class OfSquares(KernelProduct):
+    """Inherits the way of mirror images, which is not that of its own `update`."""
+
+    def update(self, state, tile, rows, columns):
+        return super().update(state, tile**2, rows, columns)
+
+
+def test_updates_of_subclasses_get_mirror_images():
+    x = np.arange(1.0, 5.0, dtype=np.float32)[:, None]
+    batched = filter_batch_kernel(
+        lambda x, y: x @ y.T,
+        block_size=2,
+        symmetric=True,
+        reduce=OfSquares(jnp.ones(4)),
+    )
+    np.testing.assert_array_equal(batched(x), np.sum((x @ x.T) ** 2, axis=1))
+
+
 def test_reductions_of_rectangles_and_pytrees(getkey):
     x, y = normal(getkey(), (7, 3)), normal(getkey(), (10, 3))
 
