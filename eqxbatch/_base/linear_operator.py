@@ -1,7 +1,7 @@
 """The base class of all linear operators, and its answers to lineax."""
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -55,18 +55,12 @@ def _diagonal_of(operator: _Operator) -> Array:
     return operator.diagonal()
 
 
-class _Diagonals(NamedTuple):
-    """The diagonals of a tridiagonal matrix, in the order of lineax."""
-
-    main: Array
-    lower: Array
-    upper: Array
-
-
 @lineax.tridiagonal.register(_Operator)
-def _tridiagonal(operator: _Operator) -> _Diagonals:
+def _tridiagonal(operator: _Operator) -> tuple[Array, Array, Array]:
+    """The main, lower and upper diagonal, as lineax returns them."""
     matrix = operator.as_matrix()
-    return _Diagonals(*(jnp.diagonal(matrix, offset) for offset in (0, -1, 1)))
+    main, lower, upper = (jnp.diagonal(matrix, offset) for offset in (0, -1, 1))
+    return main, lower, upper
 
 
 def _answer_by_tag(question: Any, *tags: object) -> None:

@@ -285,7 +285,7 @@ def weighted_after(sums: _Sums) -> _Sums:
             return sums(Rows(arrays, rows.axes, 1, keys=keys))
 
         # Each example has its own backward pass, and weights come after it.
-        results = rows.of_each(of_one)
+        results = rows.unweighted().of_each(of_one)
         whole = jax.lax.Precision.HIGHEST
         return [
             jnp.tensordot(rows.weights.astype(x.dtype), x, 1, precision=whole)

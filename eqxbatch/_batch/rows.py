@@ -72,6 +72,14 @@ class Rows:
             weights = self.weights.astype(weights.dtype) * weights
         return self.with_(weights=weights, shares=None)
 
+    def unweighted(self) -> "Rows":
+        """The same examples, with what each of them has but weights, bounds and shares.
+
+        On a mesh, numbers of examples may lie otherwise than their arrays, so that
+        `jax.vmap` cannot map both.
+        """
+        return self.with_(weights=None, bounds=(), shares=None)
+
     def at(self, block: Block) -> "Rows":
         """The rows of a microbatch."""
         return self.mapped(block.take, block.size)

@@ -362,7 +362,7 @@ class GaussNewtonCurvature(AbstractCurvature):
 
     def outputs(self, rows: Rows) -> Linear:
         """The outputs of some examples as a function of all leaves."""
-        point, run = self.leaves, self._traced.one
+        point, run, rows = self.leaves, self._traced.one, rows.unweighted()
         # With both modes, or with the transpose of reverse mode, products need no
         # Jacobian.
         if not self.forms_rest:
@@ -385,7 +385,7 @@ class GaussNewtonCurvature(AbstractCurvature):
         # differentiates it without forming any.
         if self._fisher is None and self._gradient is jax.grad:
             one = lambda example, outs: self._loss_of(outs, example.arrays)
-            value = lambda outs: jnp.sum(rows.of_each(one, outs))
+            value = lambda outs: jnp.sum(rows.unweighted().of_each(one, outs))
             if self._is_reverse:  # A Hessian is its own transpose.
                 pull = jax.vjp(jax.grad(value), outs)[1]
                 curve = lambda seeds: pull(seeds)[0]
@@ -395,7 +395,7 @@ class GaussNewtonCurvature(AbstractCurvature):
             return lambda seeds: _times_weights(curve(seeds), rows.weights)
         # Otherwise, the curvature of each example is an array: `sum_kl s_k C_kl s_l^T`.
         of_one = lambda example, outs: self.of_outputs(outs, example)
-        of_outputs = rows.of_each(of_one, outs)
+        of_outputs = rows.unweighted().of_each(of_one, outs)
 
         def product(example: Rows, seeds: list[Array], of_outputs: Seeds) -> list:
             (vectors, curve), weight = of_outputs, example.weights

@@ -191,7 +191,8 @@ class Program:
 
     def factors(self, rows: Rows, directions: Directions) -> Factors:
         """The factors of some examples, or of a single one."""
-        examples = rows.of_each(lambda row: self.of_example(row, [directions]))
+        of_one = lambda example: self.of_example(example, [directions])
+        examples = rows.unweighted().of_each(of_one)
         if not rows.axes:
             # Factors have an axis of examples, also of a single one.
             examples = jax.tree.map(lambda x: x[None], examples)
