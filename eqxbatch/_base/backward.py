@@ -20,7 +20,13 @@ from jax import lax
 from jaxtyping import Array
 
 from .jaxpr_types import Atom, Aval, Eqn, Jaxpr, JaxprAndConsts, Var
-from .jaxprs import callee, equations_in, inner_jaxprs, inner_programs, run_equations
+from .jaxprs import (
+    callee,
+    inner_jaxprs,
+    inner_programs,
+    primitive_names,
+    run_equations,
+)
 from .primitives import (
     IDENTITIES,
     LINEAR_IN_ALL,
@@ -133,9 +139,9 @@ def custom_backward(
 
     `is_example` says which of its inputs differ between examples.
     """
-    # Most programs have none, which the names of their equations tell at once.
-    names = {eqn.primitive.name for eqn in equations_in(closed)}
-    if not [name for name in names if name.startswith(_OWN_BACKWARD)]:
+    # Most programs have none, which the names of their primitives tell at once.
+    names = primitive_names(closed)
+    if not any(name.startswith(_OWN_BACKWARD) for name in names):
         return CustomBackward(is_linear=True, has_examples=True)
     are_batched: list[bool] = []
     _batched(closed.jaxpr, is_example, are_batched)

@@ -212,6 +212,11 @@ def equations_in(closed: JaxprAndConsts) -> list[Eqn]:
     return [eqn for part in programs_in(closed) for eqn in part.jaxpr.eqns]
 
 
+def primitive_names(closed: JaxprAndConsts) -> set[str]:
+    """The names of the primitives of all equations in a closed jaxpr."""
+    return {eqn.primitive.name for eqn in equations_in(closed)}
+
+
 def constants(closed: JaxprAndConsts) -> Iterator[Value]:
     """All arrays that are part of a closed jaxpr."""
     for part in programs_in(closed):

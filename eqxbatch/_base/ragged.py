@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Bool, Integer, Num
 
 from .jaxpr_types import DType, Eqn, Jaxpr, JaxprAndConsts, Params, Value
-from .jaxprs import equations_in
+from .jaxprs import primitive_names
 from .trees import safe_zip
 from .versions import Closed, with_consts
 
@@ -148,9 +148,8 @@ def with_mapped_products(closed: JaxprAndConsts) -> JaxprAndConsts:
     Those are left as they are that have axes of a batch, or groups along an axis that
     is summed over, and those in the rules of custom derivatives.
     """
-    # Most programs have none, which the names of their equations tell at once.
-    names = {eqn.primitive.name for eqn in equations_in(closed)}
-    if _OF_JAX not in names:
+    # Most programs have none, which the names of their primitives tell at once.
+    if _OF_JAX not in primitive_names(closed):
         return closed
     jaxpr = _replaced(closed.jaxpr)
     is_same = jaxpr is closed.jaxpr

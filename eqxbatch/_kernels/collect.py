@@ -64,6 +64,12 @@ class Collector:
             raise
         return state
 
+    @property
+    def takes_mirrored(self) -> bool:
+        """Whether the reduction takes mirror images without a transpose."""
+        reduction = self.reduction
+        return isinstance(reduction, AbstractTwoSided) and reduction.takes_mirrored
+
     def update(
         self,
         state: PyTree[Array],
@@ -71,8 +77,14 @@ class Collector:
         rows: Block,
         columns: Block,
         are_new: Bool[Array, "rows columns"] | None,
+        *,
+        is_mirrored: bool = False,
     ) -> PyTree[Array]:
-        """The state after one more tile, of which some entries may not be new."""
+        """The state after one more tile, of which some entries may not be new.
+
+        With `is_mirrored`, it is the state after the mirror image of the tile, for a
+        collector that `takes_mirrored`.
+        """
         reduction = self.reduction
         if reduction is None:
             # Entries that are written twice need no mask: the later tile has the last
@@ -80,22 +92,13 @@ class Collector:
             return self.leaf.written(state, tile, rows.start, columns.start)
         # Each entry must count once; a neutral one does not count.
         tile = where_new(are_new, self.leaf.front(tile), reduction.neutral)
-        state = reduction.update(state, tile, rows, columns)
+        update = reduction.update
+        if is_mirrored:
+            assert isinstance(reduction, AbstractTwoSided)
+            update = reduction.update_mirrored
+        state = update(state, tile, rows, columns)
         self._check("update(...)", state, _State)
         return state
-
-    def update_mirrored(
-        self,
-        reduction: AbstractTwoSided,
-        state: PyTree[Array],
-        tile: Array,
-        rows: Block,
-        columns: Block,
-        are_new: Bool[Array, "rows columns"] | None,
-    ) -> PyTree[Array]:
-        """The state after the conjugate transpose of a tile; see `AbstractTwoSided`."""
-        tile = where_new(are_new, self.leaf.front(tile), reduction.neutral)
-        return reduction.update_mirrored(state, tile, rows, columns)
 
     def finalize(self, state: PyTree[Array], totals: tuple[int, int]) -> Any:
         """The result."""

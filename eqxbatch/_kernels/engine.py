@@ -37,7 +37,6 @@ from .collect import (
 )
 from .grid import Grid, Index, Tile
 from .kernel import AbstractBlockKernel
-from .reductions import AbstractTwoSided
 
 
 class Kept(NamedTuple):
@@ -217,18 +216,13 @@ class Tiles:
         # Made only where it is needed, and once for all.
         mirrored = functools.cache(lambda: mirror(tile))
         for i, (collector, state) in enumerate(safe_zip(self.collectors, states)):
-            reduction = collector.reduction
             # Arrays with rows only, or columns only, have no mirror image.
             if not collector.leaf.is_pairwise:
                 updated.append(state)
-            elif (
-                mirror.is_transpose
-                and isinstance(reduction, AbstractTwoSided)
-                and reduction.takes_mirrored
-            ):
+            elif mirror.is_transpose and collector.takes_mirrored:
                 updated.append(
-                    collector.update_mirrored(
-                        reduction, state, tile[i], rows, columns, are_new
+                    collector.update(
+                        state, tile[i], rows, columns, are_new, is_mirrored=True
                     )
                 )
             else:
