@@ -119,6 +119,7 @@ def scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:
     factors = uses.factors
     operands, cotangents = [*factors.operands], [*factors.cotangents]
     for site in uses.sites:
+        assert site.operand is not None
         a, d = operands[site.operand], cotangents[site.perturbation]
         assert a is not None
         assert d is not None
