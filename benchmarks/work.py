@@ -142,14 +142,16 @@ def count(
     - `are_last`: which of its outputs are those of the whole program.
     - `lengths`: the trips of the loops around it, the outermost one first.
     """
-    last = {x for x, is_last in zip(program.outvars, are_last, strict=True) if is_last}
+    is_variable = lambda atom: not isinstance(atom, jex.Literal)
+    outs = zip(program.outvars, are_last, strict=True)
+    last = {x for x, is_last in outs if is_last and is_variable(x)}
     for eqn in reversed(program.eqns):
         if eqn.primitive.name in PASSES and not last.isdisjoint(eqn.outvars):
-            last |= {x for x in eqn.invars if not isinstance(x, jex.Literal)}
+            last |= set(filter(is_variable, eqn.invars))
     known = dict(zip(program.invars, ins, strict=True))
 
     def read(atom: Any) -> Depends:
-        return NOTHING if isinstance(atom, jex.Literal) else known.get(atom, NOTHING)
+        return known.get(atom, NOTHING) if is_variable(atom) else NOTHING
 
     total = Products()
     for eqn in program.eqns:

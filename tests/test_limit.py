@@ -117,6 +117,7 @@ def test_branches_and_unknown_loops():
     found = of_program(branches, shape(4, 4), shape(4))
     assert found.forward == 2 * 4 * 4
     assert found.is_known
+    assert of_program(lambda w, x: (w @ x, 1.0), shape(4, 4), shape(4)).forward == 32
 
     def unknown(w, x):
         return jax.lax.while_loop(lambda y: y[0] > 0, lambda y: w @ y, x)
