@@ -39,9 +39,11 @@ from .first_call_jobs import (
     squared_error,
 )
 from .harness import Bar
+from .limit import NoLimit
 
 
 NAME = "first_call"
+NO_LIMIT = NoLimit("tracing and compiling are no work of the program")
 ROOT = pathlib.Path(__file__).parent.parent
 KEY = jr.key(0)
 # The seconds that an import may take in addition to `import equinox`.
