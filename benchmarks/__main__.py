@@ -20,6 +20,7 @@ from . import (
     harness,
     kernels,
     kfac,
+    limit,
     metric,
     micro_grad,
     micro_vmap,
@@ -32,7 +33,8 @@ from . import (
 )
 
 
-# Each has `NAME` and `run(quick) -> (results, table, bars)`.
+# Each has `NAME` and `run(quick) -> (results, table, bars)`; `NO_LIMIT`, if it has no
+# table of jobs.
 SUITES = (
     micro_vmap,
     grid,
@@ -101,6 +103,7 @@ def main() -> int:
         before = json.loads(earlier.read_text()) if is_there else {}
         found = None
         for found in accelerators.run(options.quick, device, options.jobs, before):
+            limit.check(found[1], None)
             harness.write(root, name, *found[:2])
         if found is None:
             parser.error(f"no job starts with {options.jobs!r}")
@@ -112,6 +115,7 @@ def main() -> int:
     for suite in SUITES:
         if options.suite in (None, suite.NAME):
             found = suite.run(options.quick)
+            limit.check(found[1], getattr(suite, "NO_LIMIT", None))
             missed += report(root, suite.NAME + suffix, *found)
     if not options.quick and not suffix:
         chart.main()

@@ -18,12 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from eqxbatch import EmpiricalNTK
-from . import curvature, kernels, kfac, large, micro_grad, micro_vmap
-from .harness import Bar, Case, compile_ways, machine, measure, OURS
+from . import curvature, kernels, kfac, large, micro_grad, micro_vmap, work
+from .harness import Bar, Case, compile_ways, machine, measure, OURS, rates
+from .limit import measured, NoLimit, num_bytes, Share, Shares, Work
 from .programs import ACCELERATORS, Cost, cost
 
 
 NAME = "accelerators"
+NOT_RUN = NoLimit("it is compiled and not run")
+EARLIER = NoLimit("it was run before limits were measured")
 HERE = "gpu"
 DEVICES = (*ACCELERATORS, HERE)
 HAND, ACCUMULATED = "lax.scan by hand", "accumulated gradient"
@@ -101,6 +104,7 @@ def large_cases() -> list[Case]:
         arrays = eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
         ways = micro_grad.clipped(model, num, size)
         accumulated = micro_grad.accumulated(model, num, size)
+        products = work.products_of(lambda model, *x: model(*x), model, *data)
         cases.append(
             Case(
                 name,
@@ -111,6 +115,7 @@ def large_cases() -> list[Case]:
                     ACCUMULATED: accumulated[OURS],
                 },
                 (arrays, *data),
+                Work(work.clipped(products, num), num_bytes(arrays, data, arrays)),
                 unbounded=(ACCUMULATED,),
             )
         )
@@ -183,8 +188,9 @@ def kernel_cases(quick: bool) -> list[Case]:
         model, x = kernels.build(job.spec)
         args = (eqx.filter(model, eqx.is_inexact_array), x)
         ways = kernel_ways(job, model)
-        case = Case(job.title, job.title, ways, args, unbounded=("eqxbatch, at once",))
-        cases.append(case)
+        unbounded = ("eqxbatch, at once",)
+        least = kernels.work_of(job)
+        cases.append(Case(job.title, job.title, ways, args, least, unbounded=unbounded))
     return cases
 
 
@@ -299,7 +305,7 @@ def ratios(ours: Reading, other: Reading) -> dict[str, float]:
     }
 
 
-def tables(found: dict[str, list[Reading]], device: str) -> str:
+def tables(found: dict[str, list[Reading]], device: str, shares: Shares) -> str:
     """One line for each job, and one for each way."""
     time = "time" if device == HERE else "estimated time"
     lines = [
@@ -323,7 +329,10 @@ def tables(found: dict[str, list[Reading]], device: str) -> str:
             ways.append(f"| {' | '.join([title, x.way, *x.cells])} |")
             title = ""
     opened = '<details markdown="1">\n<summary>All ways</summary>'
-    return "\n".join([*lines, "", opened, "", *ways, "", "</details>"])
+    lines, ways = map(shares.table, (lines, ways))
+    notes = [shares.notes] if device == HERE else []
+    shown = [*lines, "", *notes, "", opened, "", *ways, "", "</details>"]
+    return "\n".join(shown)
 
 
 def bars(found: dict[str, list[Reading]], device: str) -> list[Bar]:
@@ -362,20 +371,29 @@ def run(
     `only` are taken from there, if the versions are the same.
     """
     same = before.get("device") == describe(device)
+    shares = Shares({}, rates() if device == HERE else measured(0))
     found = {
         title: [Reading.of(**x) for x in readings]
         for title, readings in (before["jobs"] if same else {}).items()
     }
+    earlier = before.get("limit", {"jobs": {}})["jobs"]
+    for title in found:
+        has_share = title in earlier
+        share = Share.read(earlier[title]) if has_share else Share(EARLIER, 0.0, None)
+        shares.by_title[title] = share
     for case in cases(quick, only):
         found[case.title] = read(case, device)
+        least = case.work if device == HERE else NOT_RUN
+        seconds = found[case.title][0].seconds
+        shares.by_title[case.title] = Share.by(shares.rates, least, seconds)
         for x in found[case.title]:
             print(f"{case.title}: {x.way}: {', '.join(x.cells)}", flush=True)
         jax.clear_caches()
-        yield results(found, device)
+        yield results(found, device, shares)
 
 
 def results(
-    found: dict[str, list[Reading]], device: str
+    found: dict[str, list[Reading]], device: str, shares: Shares
 ) -> tuple[dict[str, Any], str, list[Bar]]:
     limits = bars(found, device)
     figures = {
@@ -385,6 +403,8 @@ def results(
             title: [dataclasses.asdict(x) for x in readings]
             for title, readings in found.items()
         },
+        "limit": shares.figures,
         "bars": [{**vars(bar), "holds": bar.holds} for bar in limits],
     }
-    return figures, f"{tables(found, device)}\n\n{describe(device)}", limits
+    shown = f"{tables(found, device, shares)}\n\n{describe(device)}"
+    return figures, shown, limits

@@ -6,6 +6,7 @@ Some measurements need a process of their own, which runs this file as a script:
 
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -31,9 +32,10 @@ from eqxbatch import (
     TopK,
     ZarrStore,
 )
-from . import harness
+from . import harness, work
 from .harness import Bar, OURS, temporaries
 from .kernels import CNN, Peer, ratios, timed
+from .limit import NoLimit, num_bytes, Shares, Work
 from .neural_tangents.models import arc_cosine
 
 
@@ -48,6 +50,27 @@ def rbf(x1: Any, x2: Any = None, *, scale: float = 1.5) -> jax.Array:
     return jnp.exp(-distances / (2 * scale**2))
 
 
+# The work of each job, or why there is no limit, and the seconds that it took.
+Works = dict[str, tuple[Work | NoLimit, float]]
+
+
+def of_blocks(x: jax.Array, size: int) -> float:
+    """The FLOPs of the inner products that an RBF kernel is made of."""
+    return 2.0 * math.prod(x.shape[1:]) * work.upper_tiles(len(x), size)
+
+
+def of_ntk(model: Any, x: jax.Array, size: int) -> float:
+    products = work.products_of(lambda model, x: model(x), model, x)
+    outputs = eqx.filter_eval_shape(model, x[0]).size
+    tiles = work.upper_tiles(len(x), size)
+    return work.kernel(products, len(x), outputs=outputs, tiles=tiles)
+
+
+def whole(flops: float, x: jax.Array) -> Work:
+    """A kernel that is also stored."""
+    return Work(flops, num_bytes(x) + 4 * len(x) ** 2)
+
+
 def temporaries_of(fun: Callable, n: int) -> int:
     x = jax.ShapeDtypeStruct((n, 64), jnp.float32)
     return temporaries(jax.jit(lambda x: fun(x)).lower(x))
@@ -60,14 +83,15 @@ def runner(fun: Callable, *args: Any) -> Callable[[], float]:
     return lambda: timed(run)
 
 
-def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     """Compared with the kernel at once, for examples whose kernel fits in memory."""
     x = jnp.asarray(load_digits().data / 16, jnp.float32)
     x = x[:300] if quick else x
     size = 64 if quick else 512
     model = eqx.nn.MLP(64, 10, 32 if quick else 256, 3, key=jr.key(0))
     ntk = EmpiricalNTK(model)
-    lines, bars, figures = [], [], {}
+    lines, bars, figures, works = [], [], {}, {}
+    flops = {"RBF kernel": of_blocks(x, size), "NTK of an MLP": of_ntk(model, x, size)}
     for name, kernel in (("RBF kernel", rbf), ("NTK of an MLP", ntk)):
         dense = eqx.filter_jit(kernel)
         batch = functools.partial(filter_batch_kernel, kernel, block_size=size)
@@ -78,23 +102,26 @@ def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
         programs = {key: runner(fun, x) for key, fun in ways.items()}
         found, seconds = ratios(programs, 5 if quick else 25)
         flat = [temporaries_of(blocked[OURS], n) for n in (2048, 8192)]
-        whole = temporaries_of(dense, 2048) or 1
+        at_once = temporaries_of(dense, 2048) or 1
         title = f"{name}, {len(x):,} digits by {size}"
+        works[title] = whole(flops[name], x), seconds
         for way in (DENSE, "every block"):
             lines.append(f"| {title} | {way} | {found[way]:.2f} |")
             title = ""
         figures[name] = {"seconds": seconds, "ratios": found, "temporaries": flat}
-        figures[name]["temporaries_at_once"] = whole
+        figures[name]["temporaries_at_once"] = at_once
         # The kept factors of the examples grow with their number.
         growth = 1.3 if kernel is rbf else 4.0
         bars += [
             Bar(f"{name}: time, of all at once", 1 / found[DENSE], 1.05, is_time=True),
             Bar(f"{name}: temporaries, 8,192 of 2,048", flat[1] / flat[0], growth),
         ]
-    return lines, bars, figures
+    return lines, bars, figures, works
 
 
-def beside_estimators(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+def beside_estimators(
+    quick: bool,
+) -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     """An estimator as the kernel function, compared with its own `block_size`."""
     mlp = eqx.nn.MLP(64, 10, 128, 2, key=jr.key(0))
     images = jr.normal(jr.key(1), (32 if quick else 256, 3, 16, 16))
@@ -102,7 +129,7 @@ def beside_estimators(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]
         "NTK of an MLP": (mlp, jr.normal(jr.key(1), (64 if quick else 512, 64)), 16),
         "NTK of a CNN": (CNN(10, 16, False, jr.key(0)), images, 16),
     }
-    lines, bars, figures = [], [], {}
+    lines, bars, figures, works = [], [], {}, {}
     for name, (model, x, size) in jobs.items():
         ways = {
             OURS: filter_batch_kernel(EmpiricalNTK(model), block_size=size),
@@ -111,14 +138,13 @@ def beside_estimators(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]
         programs = {key: runner(fun, x) for key, fun in ways.items()}
         found, seconds = ratios(programs, 5 if quick else 25)
         ratio = found["EmpiricalNTK"]
-        lines.append(
-            f"| {name}, {len(x):,} examples by {size} | "
-            f"`EmpiricalNTK(block_size={size})` | {ratio:.2f} |"
-        )
+        title = f"{name}, {len(x):,} examples by {size}"
+        works[title] = whole(of_ntk(model, x, size), x), seconds
+        lines.append(f"| {title} | `EmpiricalNTK(block_size={size})` | {ratio:.2f} |")
         figures[f"{name}, own blocks"] = {"seconds": seconds, "ratio": ratio}
         title = f"{name}: time, of the estimator's own blocks"
         bars.append(Bar(title, 1 / ratio, 1.15, is_time=True))
-    return lines, bars, figures
+    return lines, bars, figures, works
 
 
 # How many of the largest entries of each row are looked for.
@@ -152,11 +178,11 @@ def largest_by_hand(size: int, x: jax.Array) -> list[jax.Array]:
     return jax.lax.map(panel, jnp.arange(len(x) // height))
 
 
-def reductions(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+def reductions(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     """Reductions of a plain kernel, compared with a few lines of JAX."""
     n, size = (2_000, 200) if quick else (20_000, 1_000)
     x, v = jr.normal(jr.key(0), (n, 16)), jr.normal(jr.key(1), (n,))
-    lines, bars, figures = [], [], {}
+    lines, bars, figures, works = [], [], {}, {}
     jobs = {
         "product": (KernelProduct(v), jax.jit(product_by_hand, static_argnums=0), (v,)),
         f"{_LARGEST} largest entries of each row": (
@@ -176,6 +202,10 @@ def reductions(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
         }
         found, seconds = ratios(programs, 3 if quick else 9)
         title = f"{name}, {n:,} examples by {size:,}"
+        # Each entry is multiplied and added, if anything is done with it.
+        flops = of_blocks(x, size) + (2.0 * n**2 if more else 0.0)
+        results = num_bytes(v) if more else 8.0 * n * _LARGEST
+        works[title] = Work(flops, num_bytes(x, more) + results), seconds
         for way in ("by hand", "every block"):
             lines.append(f"| {title} | {way} | {found[way]:.2f} |")
             title = ""
@@ -185,10 +215,10 @@ def reductions(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
         bars.append(Bar(f"{name}: time, of by hand", ratio, 1.1, is_time=True))
     ratio = 1 / figures["product"]["ratios"]["every block"]
     bars.append(Bar("product: time, of every block", ratio, 0.65, is_time=True))
-    return lines, bars, figures
+    return lines, bars, figures, works
 
 
-def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any]]:
+def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     """Compared with `nt.batch` of an analytic kernel; the block size must divide."""
     n, size, depth = 1792, 256, 3
     x = jr.normal(jr.key(0), (n, 64))
@@ -203,13 +233,12 @@ def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any]]:
     found, seconds = ratios(programs, 9)
     peer.close()
     ratio = found["batch"]
-    lines = [
-        f"| analytic NTK of depth {depth}, {n:,} examples by {size} | "
-        f"neural_tangents.batch | {ratio:.2f} |"
-    ]
+    title = f"analytic NTK of depth {depth}, {n:,} examples by {size}"
+    lines = [f"| {title} | neural_tangents.batch | {ratio:.2f} |"]
     name = "analytic NTK: time, of neural_tangents.batch"
     figures = {"analytic": {"seconds": seconds, "ratio": ratio}}
-    return lines, [Bar(name, 1 / ratio, 0.5, is_time=True)], figures
+    works: Works = {title: (whole(of_blocks(x, size), x), seconds)}
+    return lines, [Bar(name, 1 / ratio, 0.5, is_time=True)], figures, works
 
 
 def in_own_process(
@@ -271,8 +300,8 @@ def to_disk(n: int, size: int) -> dict[str, float]:
     return {"seconds": own, "ratio": own / plain, "resident": resident}
 
 
-def scaling(n: int, size: int) -> dict[str, float]:
-    """The time on one device divided by that on two, on a machine with two cores."""
+def scaling(n: int, size: int) -> dict[str, Any]:
+    """The time on two devices on two cores, and that on one device divided by it."""
     x = jr.normal(jr.key(0), (n, 64))
     model = eqx.nn.MLP(64, 10, 128, 3, key=jr.key(0))
     found = {}
@@ -290,24 +319,30 @@ def scaling(n: int, size: int) -> dict[str, float]:
                 kernel, block_size=size, symmetric=symmetric, mesh=mesh
             )
             programs[OURS if num == 2 else "one"] = runner(batched, x)
-        found[name] = ratios(programs, 9)[0]["one"]
+        of_two, seconds = ratios(programs, 9)
+        found[name] = {"ratio": of_two["one"], "seconds": seconds}
     return found
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     lines = ["| job | way | time ÷ eqxbatch's |", "|---|---|---:|"]
-    own, bars, figures = on_digits(quick)
-    lines += own
-    for measured in (beside_estimators, reductions):
-        own, more, found = measured(quick)
-        lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}
+    measured = [
+        measure(quick) for measure in (on_digits, beside_estimators, reductions)
+    ]
     if not quick:
-        own, more, found = beside_peer()
-        lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}
+        measured.append(beside_peer())
+    bars: list[Bar] = []
+    figures: dict[str, Any] = {}
+    works: Works = {}
+    for rows, more, found, done in measured:
+        lines, bars = [*lines, *rows], [*bars, *more]
+        figures, works = {**figures, **found}, {**works, **done}
     n, size = (4_000, 1_000) if quick else (50_000, 2_000)
     disk = in_own_process("to_disk", n, size)
+    title = f"RBF kernel, {n:,} examples by {size:,}, to disk"
+    works[title] = NoLimit("the other way is what the disk can do"), disk["seconds"]
     lines.append(
-        f"| RBF kernel, {n:,} examples by {size:,}, to disk | "
+        f"| {title} | "
         f"the same bytes written, without a kernel | {1 / disk['ratio']:.2f} |"
     )
     bars += [
@@ -316,19 +351,22 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     ]
     n, size = (512, 128) if quick else (4_096, 512)
     devices = in_own_process("scaling", n, size, devices=2)
-    for name, ratio in devices.items():
+    for name, one in devices.items():
         title = {"rbf": "RBF kernel", "ntk": "NTK of an MLP"}[name]
         title = f"{title}, {n:,} examples by {size}, two devices on two cores"
-        lines.append(f"| {title} | one device | {ratio:.2f} |")
-    where = harness.machine()
+        works[title] = NoLimit("the devices share the cores"), one["seconds"]
+        lines.append(f"| {title} | one device | {one['ratio']:.2f} |")
+    where, shares = harness.machine(), Shares.of(works, harness.rates())
     figures = {"machine": where, "jobs": figures, "disk": disk, "devices": devices}
     figures["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
+    figures["limit"] = shares.figures
     resident = f"{disk['resident'] / 1e9:.2f} GB"
     notes = (
-        f"\nPeak memory of the process that wrote to disk: {resident}.\n\n"
+        f"\n{shares.notes}\n\n"
+        f"Peak memory of the process that wrote to disk: {resident}.\n\n"
         f"{harness.describe(where)}"
     )
-    return figures, "\n".join([*lines, notes]), bars
+    return figures, "\n".join([*shares.table(lines), notes]), bars
 
 
 if __name__ == "__main__":

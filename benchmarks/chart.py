@@ -9,12 +9,15 @@ import json
 import pathlib
 from typing import Any
 
-from . import harness
+from . import harness, limit
+from .programs import ACCELERATORS
 
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results"
 CHART = HERE.parent / "docs" / "benchmarks.svg"
+# How the names of results end that are of no CPU.
+NO_CPUS = ("_gpu", "_tpu", *(f"_{name}" for name in ACCELERATORS))
 COLOURS = ("#3b6fb6", "#e39a26")
 
 
@@ -154,7 +157,9 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
         suite = f"[`{pick.suite}`](#{SECTIONS[pick.suite]})"
         figures = f"{line.time:.2f} | {memory}"
         text.append(f"| {line.task} | {figures} | {line.other} | {suite} |")
-    return "\n".join(text) + f"\n\n{measured_on(results)}"
+    close = limit.sentence(results.values())
+    parts = ("\n".join(text), close, measured_on(results))
+    return "\n\n".join(part for part in parts if part)
 
 
 def measured_on(results: dict[str, dict[str, Any]]) -> str:
@@ -224,9 +229,9 @@ def plot(shown: list[Line], path: pathlib.Path) -> None:
 
 
 def read(folder: pathlib.Path = RESULTS) -> dict[str, dict[str, Any]]:
-    """The figures of the suites that the summary shows."""
-    suites = {pick.suite for pick in PICKS}
-    return {name: json.loads((folder / f"{name}.json").read_text()) for name in suites}
+    """The figures of all suites, measured on CPUs."""
+    paths = [x for x in sorted(folder.glob("*.json")) if not x.stem.endswith(NO_CPUS)]
+    return {path.stem: json.loads(path.read_text()) for path in paths}
 
 
 def main() -> None:

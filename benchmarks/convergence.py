@@ -24,6 +24,7 @@ import numpy as np
 from eqxbatch import MonteCarloKernel, ntk_parameterise
 from . import harness
 from .harness import Bar
+from .limit import check, NoLimit
 
 
 HERE = pathlib.Path(__file__).parent
@@ -32,6 +33,7 @@ KEY = jr.key(0)
 HIDDEN, OUTPUTS = 2, 10
 BIAS_STD = 0.1
 KINDS = ("NNGP", "NTK")
+NO_LIMIT = NoLimit("errors take no time")
 # The tolerance of slopes, which are fitted to few noisy points.
 OFF = 0.15
 
@@ -311,6 +313,7 @@ def main() -> int:
     bars = [] if quick else bars_of(found)
     folder = ROOT / "build" / "benchmarks" if quick else HERE / "results"
     shown = text(found, x, width)
+    check(shown, NO_LIMIT)
     harness.write(folder, "convergence", found, shown)
     plot(found, (folder if quick else ROOT / "docs") / "convergence.svg")
     print(shown)

@@ -16,9 +16,11 @@ from eqxbatch._base.platforms import platform
 from . import harness
 from .harness import Bar
 from .kernels import timed
+from .limit import NoLimit
 
 
 NAME = "costs"
+NO_LIMIT = NoLimit("they are the rates of this machine, and ratios of these")
 
 
 def seconds(fun: Callable, *args: Any, rounds: int) -> float:

@@ -16,9 +16,10 @@ from sklearn.datasets import load_digits
 from zodiax import diffops
 
 from eqxbatch import filter_hessian, filter_hessian_diagonal, filter_jacobian
-from . import harness
+from . import harness, work
 from .harness import Bar, bars_of, Case, measure, OURS, results, Row, temporaries
 from .kernels import ratios, timed
+from .limit import NoLimit, num_bytes, Shares, Work
 
 
 NAME = "curvature"
@@ -273,6 +274,19 @@ def laplacians(job: Job) -> dict[str, Callable]:
     }
 
 
+def work_of(job: Job) -> Work:
+    """That of a whole Hessian or Jacobian."""
+    num = num_parameters(job.point)
+    rows = num
+    if job.name == "spectrum":
+        rows = len(job.data[0])
+    moved = num_bytes(job.args) + 4 * num * rows
+    if not job.is_network:
+        return Work(0, moved)
+    products = work.products_of(job.fun, job.point, *job.data)
+    return Work(work.hessian(products, len(job.data[0])), moved)
+
+
 def cases(job: Job) -> list[Case]:
     """The compiled cases of a job: all at once, and in blocks."""
     ways = jacobians if job.name == "spectrum" else hessians
@@ -291,6 +305,7 @@ def cases(job: Job) -> list[Case]:
             f"{job.title}{suffix}",
             ways(job, size),
             job.args,
+            work_of(job),
             missing={} if size else missing,
             best_memory=SLACK,
             best_time=job.best_time,
@@ -303,6 +318,7 @@ def cases(job: Job) -> list[Case]:
                 f"{job.title}, sum of the diagonal by {job.size}",
                 laplacians(job),
                 job.args,
+                NoLimit("its terms are neither products nor many bytes"),
                 missing={"zodiax, adv_jax_math": "whole Hessians only"},
                 # The sparse mode of folx uses that most intermediate values depend on
                 # few variables. This is another method, which is only shown.
@@ -426,7 +442,8 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
         "| job, called again | way | time ÷ eqxbatch's | traces |",
         "|---|---|---:|---:|",
     ]
-    eager = {}
+    eager: dict[str, Any] = {}
+    again: dict[str, tuple[Work, float]] = {}
     for job in jobs(quick):
         rounds = 2 if quick else 5 if job.is_network else 15
         for case in cases(job):
@@ -434,8 +451,11 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
             measured.append((case, rows))
             bars += bars_of(case, rows)
         own, more, eager[job.title] = measure_eager(job, quick)
+        again[job.title] = work_of(job), eager[job.title]["seconds"]
         lines += own
         bars += more
         jax.clear_caches()
-    figures, text = results(measured, bars, "\n".join(lines))
+    rates = harness.rates()
+    more = "\n".join(Shares.of(again, rates).table(lines))
+    figures, text = results(measured, bars, more, machine_rates=rates)
     return {**figures, "called_again": eager}, text, bars

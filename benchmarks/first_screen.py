@@ -16,8 +16,9 @@ import jax.random as jr
 import optax
 
 from eqxbatch import filter_micro_value_and_grad
-from . import harness, plots
+from . import harness, plots, work
 from .harness import Bar, bars_of, Case, compile_ways, measure, OURS, Row
+from .limit import num_bytes, Work
 from .micro_grad import CLIP, KEY, Transformer
 
 
@@ -67,6 +68,9 @@ def cases(quick: bool) -> list[Case]:
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     tokens = jr.randint(KEY, (num, 64), 0, 10_000)
     args = (arrays, OPTIMISER.init(arrays), tokens, jr.randint(KEY, (num,), 0, 10))
+    products = work.products_of(loss, model, *args[2:])
+    # The model and the state of Adam are also results.
+    moved = num_bytes(args, args[:2])
     job = f"{num} sequences of 64 tokens, microbatches of {size}"
     return [
         Case(
@@ -74,12 +78,13 @@ def cases(quick: bool) -> list[Case]:
             f"{title}: {job}",
             steps(static, size, clips=clips),
             args,
+            Work(flops(products, num), moved),
             unbounded=(),
             best_time=1.1,
         )
-        for name, title, clips in (
-            ("plain", "a training step", False),
-            ("clipped", "the same, each gradient clipped", True),
+        for name, title, clips, flops in (
+            ("plain", "a training step", False, work.accumulated),
+            ("clipped", "the same, each gradient clipped", True, work.clipped),
         )
     ]
 

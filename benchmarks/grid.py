@@ -9,6 +9,8 @@ import jax.random as jr
 
 from eqxbatch import filter_grid_vmap, Mean
 from .harness import Bar, bars_of, Case, measure, OURS, results, temporaries
+from .limit import num_bytes, Work
+from .work import mapped, products_of
 
 
 NAME = "grid"
@@ -34,6 +36,7 @@ def cells(size: int) -> Case:
         title=f"sin(x) y, {size:,} x {size:,}, at once",
         ways={OURS: ours, NESTED: nested(fun, (0, None), (None, 0))},
         args=(x, y),
+        work=Work(0, num_bytes(x, y) + 4 * size**2),
         unbounded=(),
         # Neither way needs temporaries.
         best_memory=None,
@@ -61,12 +64,15 @@ def ensemble(models: int, inputs: int, block: int | None) -> Case:
             return jax.lax.map(of_one, arrays)
 
         ways[LOOP] = loop
+    products = products_of(lambda model, x: model(x), make(KEY), x)
+    num = models * inputs
     how = "at once" if block is None else f"by {block:,}"
     return Case(
         name=f"ensemble, {how}",
         title=f"{models} MLPs of 86,000 parameters by {inputs:,} inputs, {how}",
         ways=ways,
         args=(arrays, x),
+        work=Work(mapped(products, num), num_bytes(arrays, x) + 4 * 10 * num),
         unbounded=() if block is None else (NESTED,),
         best_memory=1.01,
     )
@@ -100,11 +106,14 @@ def landscape(points: int, inputs: int) -> Case:
         one = lambda a, b: jax.vmap(loss, (None, None, None, 0))(arrays, a, b, x).mean()
         return jax.lax.map(lambda a: jax.lax.map(lambda b: one(a, b), b), a)
 
+    products = products_of(lambda model, x: jnp.sum(model(x) ** 2), mlp, x)
+    num = points**2
     return Case(
         name="landscape",
         title=f"mean loss over {inputs:,} inputs, {points} x {points}, by {inputs:,}",
         ways={OURS: ours, NESTED: all_at_once, LOOP: loop},
         args=(arrays, a, b, x),
+        work=Work(num * mapped(products, inputs), num_bytes(arrays, a, b, x) + 4 * num),
         unbounded=(NESTED,),
         best_memory=1.01,
     )

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from eqxbatch._base.compiler_options import memory_options
+from . import limit
 
 
 OURS = "eqxbatch"
@@ -42,6 +43,7 @@ class Case:
     """A job, and several ways to do it.
 
     - `ways`: functions of `args`, by name; `eqxbatch` is one of them.
+    - `work`: what has to be done at least, or why there is no limit.
     - `unbounded`: the ways whose memory is not meant to be bounded. They are shown, but
         bars do not compare with them.
     - `missing`: the peers that cannot do the job, and why.
@@ -54,6 +56,7 @@ class Case:
     title: str
     ways: dict[str, Callable]
     args: tuple
+    work: limit.Work | limit.NoLimit
     unbounded: tuple[str, ...] = ("jax.vmap",)
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
     best_memory: float | None = 1.0
@@ -85,6 +88,11 @@ class Row:
     time_ratio: float
     memory_ratio: float
     is_unbounded: bool
+
+
+def rates() -> limit.Rates:
+    """Those of this machine, if times are judged."""
+    return limit.measured(7 if _judges_times else 0)
 
 
 def compile_ways(case: Case) -> dict[str, Any]:
@@ -204,8 +212,8 @@ def bars_of(case: Case, rows: list[Row]) -> list[Bar]:
     return bars
 
 
-def table(cases: list[tuple[Case, list[Row]]]) -> str:
-    """The table for the docs: all figures are ratios within one run."""
+def table(cases: list[tuple[Case, list[Row]]]) -> list[str]:
+    """The lines of a table for the docs: all figures are ratios within one run."""
     lines = [
         "| job | way | time ÷ eqxbatch's | temporaries ÷ eqxbatch's |",
         "|---|---|---:|---:|",
@@ -223,7 +231,7 @@ def table(cases: list[tuple[Case, list[Row]]]) -> str:
         for way, why in case.missing.items():
             lines.append(f"| {title} | {way} | {why} | |")
             title = ""
-    return "\n".join(lines)
+    return lines
 
 
 def machine() -> dict[str, Any]:
@@ -262,14 +270,34 @@ def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -
 
 
 def results(
-    measured: list[tuple[Case, list[Row]]], bars: list[Bar], more: str = ""
+    measured: list[tuple[Case, list[Row]]],
+    bars: list[Bar],
+    more: str = "",
+    *,
+    lines: list[str] | None = None,
+    machine_rates: limit.Rates | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """The figures as JSON, and the table for the docs, with `more` below it."""
+    """The figures as JSON, and the table for the docs, with `more` below it.
+
+    - `lines`: those of the table of a suite that has its own.
+    - `machine_rates`: those of the same run, if they were measured already.
+    """
     where = machine()
+    shares = limit.Shares.of(
+        {
+            case.title: (case.work, row.seconds)
+            for case, rows in measured
+            for row in rows
+            if row.way == OURS
+        },
+        machine_rates or rates(),
+    )
     figures = {
         "machine": where,
         "cases": {case.title: [vars(row) for row in rows] for case, rows in measured},
+        "limit": shares.figures,
         "bars": [{**vars(bar), "holds": bar.holds} for bar in bars],
     }
-    parts = (table(measured), more, describe(where))
+    shown = "\n".join(shares.table(table(measured) if lines is None else lines))
+    parts = (shown, shares.notes, more, describe(where))
     return figures, "\n\n".join(part for part in parts if part)

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import jax.random as jr
 
 from eqxbatch import EmpiricalNTK
-from . import harness
+from . import harness, work
 from .harness import Bar, OURS
+from .limit import num_bytes, Shares, Work
 from .micro_grad import Block
 from .neural_tangents.environment import HERE, python, VERSIONS
 
@@ -208,6 +209,17 @@ def ours(job: Job, method: str = "auto") -> tuple[Callable, float]:
     return compiled(lambda ntk, x: ntk(x), ntk, x)
 
 
+def work_of(job: Job) -> Work:
+    model, x = build(job.spec)
+    num = len(x)
+    products = work.products_of(lambda model, x: model(x), model, x)
+    outputs = eqx.filter_eval_shape(model, x[0]).size
+    tiles = None if job.block is None else work.upper_tiles(num, job.block)
+    flops = work.kernel(products, num, outputs=outputs, traced=job.traced, tiles=tiles)
+    entries = num**2 * (1 if job.traced else outputs**2)
+    return Work(flops, num_bytes(eqx.filter(model, eqx.is_array), x) + 4 * entries)
+
+
 def backward_pass(model: Callable, x: jax.Array) -> Any:
     return eqx.filter_grad(lambda model: jnp.sum(jax.vmap(model)(x)))(model)
 
@@ -270,7 +282,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
 def run_quickly() -> tuple[dict[str, Any], str, list[Bar]]:
     """Compared with Jacobian contraction by eqxbatch, which needs no other JAX."""
     lines = ["| job | time ÷ eqxbatch's | FLOPs ÷ eqxbatch's |", "|---|---:|---:|"]
-    bars = []
+    bars, seconds = [], {}
     for job in (
         Job("FCN 64-64x3-10, 32 examples", dense(32, 64, 64, 64, 64, 10)),
         Job("the same, by 8", dense(32, 64, 64, 64, 64, 10), block=8),
@@ -279,14 +291,17 @@ def run_quickly() -> tuple[dict[str, Any], str, list[Bar]]:
         other, other_flops = ours(job, "jacobian_contraction")
         programs = {OURS: lambda p=program: timed(p)}
         programs[JACOBIANS] = lambda p=other: timed(p)
-        ratio = ratios(programs, 5)[0][JACOBIANS]
+        found, taken = ratios(programs, 5)
+        ratio, seconds[job.title] = found[JACOBIANS], (work_of(job), taken)
         lines.append(f"| {job.title} | {ratio:.2f} | {other_flops / flops:.2f} |")
         name = f"{job.title}: time, of the Jacobian's"
         bars.append(Bar(name, 1 / ratio, 1.0, is_time=True))
         if job.block is None:
             part = flops / other_flops
             bars.append(Bar(f"{job.title}: FLOPs, of the Jacobian's", part, 0.5))
-    return {"machine": harness.machine()}, "\n".join(lines), bars
+    shares = Shares.of(seconds, harness.rates())
+    figures = {"machine": harness.machine(), "limit": shares.figures}
+    return figures, "\n".join([*shares.table(lines), "", shares.notes]), bars
 
 
 def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
@@ -296,7 +311,7 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
     ]
     peer = Peer()
     figures: dict[str, Any] = {}
-    bars, best = [], []
+    bars, best, shares = [], [], {}
     for job in jobs():
         program, flops = ours(job)
         peers = peer.ask(prepare=job.message)
@@ -305,6 +320,7 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
         found, seconds = ratios(programs, 9 if job.block is None else 3)
         print(f"{job.title}: {found}", flush=True)
         figures[job.title] = {"seconds": seconds, "flops": flops, "ratios": found}
+        shares[job.title] = work_of(job), seconds
         title = job.title
         for name, theirs in peers.items():
             compared = "" if theirs is None else f"{theirs / flops:.2f}"
@@ -331,14 +347,16 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
     plain = ratios(programs, 15)[0]["plain"]
     peer.close()
 
-    where = harness.machine()
+    where, close = harness.machine(), Shares.of(shares, harness.rates())
     notes = (
-        "\nGeometric mean of the time of the fastest alternative ÷ eqxbatch's, over "
+        f"\n{close.notes}\n\n"
+        "Geometric mean of the time of the fastest alternative ÷ eqxbatch's, over "
         f"the jobs without blocks and without an embedding: {mean:.2f}.\n\n"
         f"{harness.describe(where)} neural-tangents 0.6.5 ran in another process with "
         f"{VERSIONS['timing'][0]}, in turn with eqxbatch. There, JAX's backward pass "
         f"through the CNN takes {plain:.2f} times as long as here."
     )
     figures = {"machine": where, "jobs": figures, "geometric_mean": mean}
+    figures["limit"] = close.figures
     figures |= {"plain": plain, "bars": [{**vars(b), "holds": b.holds} for b in bars]}
-    return figures, "\n".join([*lines, notes]), bars
+    return figures, "\n".join([*close.table(lines), notes]), bars

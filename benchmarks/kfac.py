@@ -17,7 +17,9 @@ import jax.random as jr
 from jax import lax
 
 from eqxbatch import filter_ggn, filter_ggn_diagonal, filter_kfac
+from . import work
 from .harness import Bar, bars_of, Case, measure, OURS, results, Row, temporaries
+from .limit import num_bytes, Work
 
 
 NAME = "kfac"
@@ -124,6 +126,13 @@ class Job:
             return eqx.filter(found, eqx.is_array)
 
         return way
+
+    def work_of(self, directions: int) -> Work:
+        """That of Kronecker factors, which keep all digits."""
+        products = work.products_of(predict, self.model, self.x, self.labels)
+        flops = work.kfac(products, len(self.x), directions)
+        moved = num_bytes(self.args) + 4 * work.kfac_size(products)
+        return Work(flops, moved, "highest")
 
     def gradient(self) -> Callable:
         rest = eqx.filter(self.model, eqx.is_inexact_array, inverse=True)
@@ -275,10 +284,12 @@ def make_cases(quick: bool) -> list[Case]:
             missing[PEER] = "not installed"
         else:
             missing[PEER] = "knows neither attention nor embeddings"
-        case = Case(job.name, f"{job.title}: drawn labels", ways, job.args)
+        title = f"{job.title}: drawn labels"
+        case = Case(job.name, title, ways, job.args, job.work_of(1))
         cases.append(_without_bars(case, limits=limits, missing=missing))
         exact = {OURS: job.way(filter_kfac), PLAIN: job.gradient()}
-        case = Case(f"{job.name}-exact", f"{job.title}: exact", exact, job.args)
+        name, title = f"{job.name}-exact", f"{job.title}: exact"
+        case = Case(name, title, exact, job.args, job.work_of(CLASSES))
         cases.append(_without_bars(case, limits={PLAIN: CLASSES + 1.0}))
     cases.append(_diagonal_case(quick))
     return cases
@@ -317,7 +328,10 @@ def _diagonal_case(quick: bool) -> Case:
     }
     title = f"diagonal: MLP, {count:,} parameters, {num} examples"
     limits = {"filter_ggn, dense": 1 / 5, "jax.jacrev, squared": 1 / 3}
-    return _without_bars(Case("diagonal", title, ways, job.args), limits=limits)
+    products = work.products_of(predict, model, job.x, job.labels)
+    flops = work.ggn_diagonal(products, num, CLASSES)
+    least = Work(flops, num_bytes(job.args, job.args[0]))
+    return _without_bars(Case("diagonal", title, ways, job.args, least), limits=limits)
 
 
 def memory_bars(quick: bool) -> list[Bar]:

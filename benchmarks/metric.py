@@ -18,6 +18,7 @@ import jax.random as jr
 import numpy as np
 
 from eqxbatch import EmpiricalNTK, filter_kfac, Projection
+from . import work
 from .harness import (
     Bar,
     bars_of,
@@ -28,6 +29,7 @@ from .harness import (
     results,
     temporaries,
 )
+from .limit import num_bytes, Work
 
 
 NAME = "metric"
@@ -107,11 +109,22 @@ def plain(num: int, others: int | None, width: int) -> Case:
     }
     arrays, static = eqx.partition(model, eqx.is_array)
     y = None if others is None else jr.normal(jr.key(1), (others, 64))
+    products = work.products_of(lambda model, x: model(x), model, x)
+    flops = work.kernel(
+        products,
+        num,
+        others or 0,
+        outputs=10,
+        tiles=work.upper_tiles(num, size) if others is None else None,
+    )
+    flops += work.preconditioned(products, others or num, 10)
+    moved = num_bytes(arrays, metric, x[:num], y) + 4 * num * (others or num)
     return Case(
         "plain" if others is None else "sides",
         f"kernel of {num} by {others or num} examples, MLP",
         {name: with_static(way, static) for name, way in ways.items()},
         (arrays, metric, x[:num], y),
+        Work(flops, moved),
         unbounded=(),
         best_memory=None,
         best_time=None,
@@ -182,12 +195,15 @@ def variances(num: int) -> Case:
 
         return jax.lax.map(one, x, batch_size=50)
 
+    products = work.products_of(lambda model, x: model(x), model, x)
+    flops = work.covariances(products, num, 10)
     ways = {OURS: ours, DENSE: dense}
     return Case(
         "variances",
         f"covariances of predictions for {num} images, CNN",
         {name: with_static(way, static) for name, way in ways.items()},
         (arrays, metric, blocks, x),
+        Work(flops, num_bytes(arrays, metric, x) + 4 * num * 10**2),
         unbounded=(),
         best_memory=None,
         best_time=0.2,
@@ -220,12 +236,16 @@ def influence(num: int, queries: int, width: int) -> Case:
 
         return jax.lax.map(row, train, batch_size=50).T
 
+    products = work.products_of(lambda model, *pair: Loss(model)(pair), model, *train)
+    flops = work.kernel(products, queries, num)
+    flops += work.preconditioned(products, queries, 1)
     ways = {OURS: ours, GRADIENTS: gradients}
     return Case(
         "influence",
         f"influence of {num} examples on {queries} queries, MLP",
         {name: with_static(way, static) for name, way in ways.items()},
         (arrays, metric, test, train),
+        Work(flops, num_bytes(arrays, metric, test, train) + 4 * num * queries),
         unbounded=(),
         best_memory=None,
         best_time=0.2,

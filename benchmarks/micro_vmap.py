@@ -13,6 +13,8 @@ import optax
 
 from eqxbatch import filter_micro_vmap, filter_microbatch, Mean, Sum
 from .harness import Bar, bars_of, Case, measure, OURS, results, temporaries
+from .limit import num_bytes, Work
+from .work import accumulated, mapped, products_of
 
 
 NAME = "micro_vmap"
@@ -57,7 +59,7 @@ def maps(size: int, *, checkpoint: bool = False, ragged: bool = False) -> dict:
     return ways
 
 
-def mapped(model: Any, size: int, **kwargs: Any) -> dict[str, Callable]:
+def evaluations(model: Any, size: int, **kwargs: Any) -> dict[str, Callable]:
     """All ways to evaluate a model, as `way(x)`."""
     # Peers map functions and not modules, so the model is closed over.
     fun = lambda x: model(x)
@@ -109,14 +111,26 @@ def cases(quick: bool) -> list[Case]:
     tiny = jr.normal(KEY, (262_144, 16))
     arrays = eqx.filter(mlp, eqx.is_inexact_array)
     size = 256
+    call = lambda model, x: model(x)
+    of_mlp, of_cnn = products_of(call, mlp, x), products_of(call, cnn, images)
+    of_loss = products_of(lambda model, x: jnp.sum(model(x) ** 2), cnn, images)
+    of_images = eqx.filter(cnn, eqx.is_inexact_array), images
+    logits = jax.eval_shape(jax.vmap(cnn), images)
     divides = {"optax micro_vmap": "must divide"}
     return [
-        Case("a", f"(a) MLP, {rows:,} rows by 256", mapped(mlp, size), (x,)),
+        Case(
+            "a",
+            f"(a) MLP, {rows:,} rows by 256",
+            evaluations(mlp, size),
+            (x,),
+            Work(mapped(of_mlp, rows), num_bytes(arrays, x, x)),
+        ),
         Case(
             "b",
             f"(b) CNN, {len(images):,} images by 32",
-            mapped(cnn, 32),
+            evaluations(cnn, 32),
             (images,),
+            Work(mapped(of_cnn, len(images)), num_bytes(of_images, logits)),
             # 1.0 with JAX 0.10.2; with 0.12, XLA gives `lax.map` fewer temporaries.
             # Ours have channels last, where convolutions in loops are fast.
             best_memory=1.45,
@@ -124,14 +138,16 @@ def cases(quick: bool) -> list[Case]:
         Case(
             "c",
             "(c) tiny work, 262,144 rows by 16,384",
-            mapped(lambda x: jnp.sin(x) * x.sum(), 16_384),
+            evaluations(lambda x: jnp.sin(x) * x.sum(), 16_384),
             (tiny,),
+            Work(0, num_bytes(tiny, tiny)),
         ),
         Case(
             "d",
             f"(d) ragged, {rows + 77:,} rows by 256",
-            mapped(mlp, size, ragged=True),
+            evaluations(mlp, size, ragged=True),
             (ragged,),
+            Work(mapped(of_mlp, len(ragged)), num_bytes(arrays, ragged, ragged)),
             missing=divides,
         ),
         Case(
@@ -139,18 +155,23 @@ def cases(quick: bool) -> list[Case]:
             "(e) reverse mode of (a)",
             gradients(mlp, size),
             (arrays, x),
+            # Forwards, and the gradients of parameters and of rows.
+            Work(3 * mapped(of_mlp, rows), 2 * num_bytes(arrays, x)),
         ),
         Case(
             "e+",
             "(e) with checkpoint",
             gradients(mlp, size, checkpoint=True),
             (arrays, x),
+            # Forwards once more.
+            Work(4 * mapped(of_mlp, rows), 2 * num_bytes(arrays, x)),
         ),
         Case(
             "f",
             "(f) accumulated gradient of (b)",
             accumulations(cnn, 32),
-            (eqx.filter(cnn, eqx.is_inexact_array), images),
+            of_images,
+            Work(accumulated(of_loss, len(images)), num_bytes(of_images, of_images[0])),
             unbounded=("jax.grad",),
         ),
     ]

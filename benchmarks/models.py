@@ -18,8 +18,9 @@ import optax
 
 from eqxbatch import explain_sites, filter_micro_grad
 from eqxbatch.results import SitesReport
-from . import zoo
+from . import work, zoo
 from .harness import Bar, bars_of, Case, measure, OURS, results, Row
+from .limit import NoLimit, num_bytes, Work
 
 
 NAME = "models"
@@ -126,6 +127,15 @@ def ways(job: zoo.Job, size: int, methods: dict[str, Any]) -> dict[str, Callable
     return {**{way: ours(method) for way, method in methods.items()}, PEER: of_optax}
 
 
+def work_of(job: zoo.Job, num: int) -> Work | NoLimit:
+    products = work.products_of(job.loss, job.model, *job.data)
+    if not products.is_known:
+        return NoLimit("the trips of its loops depend on the data")
+    arrays = eqx.filter(job.model, eqx.is_inexact_array)
+    moved = num_bytes(arrays, job.data, arrays)
+    return Work(work.clipped(products, num), moved)
+
+
 def compile_distinct(case: Case) -> dict[str, Any]:
     """The compiled ways of a case, without those with the same program as `auto`."""
     lowered = {name: jax.jit(way).lower(*case.args) for name, way in case.ways.items()}
@@ -165,6 +175,7 @@ def measure_subject(subject: Subject, quick: bool) -> Measured:
         # Quick runs mostly compile, so only full runs compare the methods.
         ways(job, size, {OURS: "auto"} if quick else METHODS),
         (arrays, *job.data),
+        work_of(job, num),
         unbounded=(SITES, MATERIALISE),
         # Scalars need 7 kB, and 10 kB more in case that norms are out of range.
         best_memory=1.7 if subject.name == "formula" else 1.05,

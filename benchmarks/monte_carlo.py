@@ -16,9 +16,10 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from eqxbatch import EmpiricalKernel, MonteCarloKernel, ntk_parameterise
-from . import harness
+from . import harness, work
 from .harness import Bar, OURS
 from .kernels import CNN, JACOBIANS, Peer, PRODUCTS, ratios, STRUCTURED, timed
+from .limit import num_bytes, Shares, Work
 from .neural_tangents.environment import VERSIONS
 
 
@@ -90,6 +91,15 @@ def make_kernel(
     return MonteCarloKernel(
         init, key=KEY, num_samples=num, get=KINDS, samples_per_batch=per_batch
     )
+
+
+def work_of(job: Job, x: jax.Array) -> Work:
+    """The kernels of outputs and of gradients, of all samples, once drawn."""
+    model = eqx.filter_eval_shape(make_init(job.spec, []), KEY)
+    products = work.products_of(lambda model, x: model(x), model, x)
+    num, outputs = len(x), eqx.filter_eval_shape(model, x[0]).size
+    one = work.kernel(products, num, outputs=outputs) + 2 * num**2 * outputs
+    return Work(job.num * one, num_bytes(x) + len(KINDS) * 4 * num**2)
 
 
 def batched_name(job: Job) -> str:
@@ -177,9 +187,10 @@ def run_quickly() -> tuple[dict[str, Any], str, list[Bar]]:
         bars.append(Bar(f"{job.name}: relative error of {kind}", error, 1e-5))
     name = f"{job.name}: time, of a loop"
     bars.append(Bar(name, 1 / found[LOOP], 1.0, is_time=True))
-    lines = [*head(), *rows(job, found)]
+    shares = Shares.of({job.title: (work_of(job, x), seconds)}, harness.rates())
+    lines = [*shares.table([*head(), *rows(job, found)]), "", shares.notes]
     figures = {"machine": harness.machine(), "seconds": seconds, "ratios": found}
-    return figures, "\n".join(lines), bars
+    return {**figures, "limit": shares.figures}, "\n".join(lines), bars
 
 
 def head() -> list[str]:
@@ -197,7 +208,7 @@ def rows(job: Job, found: dict[str, float]) -> list[str]:
 
 
 def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
-    lines, figures, bars = head(), {}, []
+    lines, figures, bars, shares = head(), {}, [], {}
     peer = Peer()
     for job in jobs(False):
         x, calls = examples(job.spec), []
@@ -225,14 +236,16 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
             "ratios": found,
             "difference": dict(zip(KINDS, off.tolist(), strict=True)),
         }
+        shares[job.title] = work_of(job, x), seconds
         lines += rows(job, found)
         jax.clear_caches()
     peer.close()
-    where = harness.machine()
+    where, close = harness.machine(), Shares.of(shares, harness.rates())
     notes = (
-        f"\n{harness.describe(where)} neural-tangents 0.6.5 ran in another process "
+        f"\n{close.notes}\n\n"
+        f"{harness.describe(where)} neural-tangents 0.6.5 ran in another process "
         f"with {VERSIONS['timing'][0]}, in turn with ours."
     )
-    figures = {"machine": where, "jobs": figures}
+    figures = {"machine": where, "jobs": figures, "limit": close.figures}
     figures["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
-    return figures, "\n".join([*lines, notes]), bars
+    return figures, "\n".join([*close.table(lines), notes]), bars

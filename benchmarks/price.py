@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
-from .harness import Bar, bars_of, Case, describe, measure, OURS, results, Row
+from . import work
+from .harness import Bar, bars_of, Case, measure, OURS, results, Row
+from .limit import num_bytes, Work
 from .micro_grad import (
     accumulated,
     Block,
@@ -15,6 +17,7 @@ from .micro_grad import (
     CNN,
     cross_entropy,
     Dense,
+    PATCHES,
     Recurrent,
 )
 
@@ -114,6 +117,7 @@ def cases(quick: bool) -> list[Case]:
         num = len(data[0])
         ways = clipped(model, num, size)
         del ways["one plain gradient"]
+        products = work.products_of(lambda model, x, y: model(x, y), model, *data)
         ways[ACCUMULATED] = accumulated(model, num, size)[OURS]
         found.append(
             Case(
@@ -121,6 +125,11 @@ def cases(quick: bool) -> list[Case]:
                 title,
                 ways,
                 (arrays, *data),
+                Work(
+                    work.clipped(products, num),
+                    num_bytes(arrays, data, arrays),
+                    reason=PATCHES if isinstance(model, CNN) else "",
+                ),
                 unbounded=(ACCUMULATED,),
                 best_memory=None,
                 best_time=None,
@@ -130,7 +139,7 @@ def cases(quick: bool) -> list[Case]:
     return found
 
 
-def table(measured: list[tuple[Case, list[Row]]]) -> str:
+def table(measured: list[tuple[Case, list[Row]]]) -> list[str]:
     """Times and temporaries, divided by those of the accumulated gradient."""
     lines = [
         "| job | way | time ÷ accumulated | temporaries ÷ accumulated |",
@@ -147,7 +156,7 @@ def table(measured: list[tuple[Case, list[Row]]]) -> str:
             memory = row.memory_ratio / base.memory_ratio
             lines.append(f"| {title} | {row.way} | {time:.2f} | {memory:.2f} |")
             title = ""
-    return "\n".join(lines)
+    return lines
 
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
@@ -157,5 +166,4 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
         rows = measure(case, rounds=2 if quick else 3)
         measured.append((case, rows))
         bars += bars_of(case, rows)
-    figures, _ = results(measured, bars)
-    return figures, f"{table(measured)}\n\n{describe(figures['machine'])}", bars
+    return *results(measured, bars, lines=table(measured)), bars

@@ -13,7 +13,9 @@ import jax.scipy.linalg as jsl
 import jax.tree_util as jtu
 
 from eqxbatch import filter_gauss_newton_step
+from . import work
 from .harness import Bar, bars_of, Case, measure, OURS, results
+from .limit import num_bytes, Work
 
 
 NAME = "steps"
@@ -153,6 +155,10 @@ def case(
         space="sample",
         microbatch_size=settings.get("microbatch"),
     )
+    num, products = len(batch[0]), work.products_of(fun, model, *batch)
+    # The kernel and its decomposition, and the gradients that the step sums.
+    flops = work.kernel(products, num) + work.solve(num)
+    flops += work.accumulated(products, num)
     return Case(
         name=name,
         title=title,
@@ -163,6 +169,7 @@ def case(
             RECOMPUTED: by_chunks(own, centre, settings["chunk"], is_hoisted=False),
         },
         args=(leaves, *batch),
+        work=Work(flops, num_bytes(leaves, batch, leaves)),
         unbounded=(),
         best_memory=settings["memory"],
         best_time=1 / settings["best"],

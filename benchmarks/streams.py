@@ -32,14 +32,16 @@ from eqxbatch import (
     over_batches,
     Variance,
 )
-from . import harness
-from .batch_kernel import in_own_process, peak_resident, runner
+from . import harness, work
+from .batch_kernel import in_own_process, peak_resident, runner, Works
 from .harness import Bar, OURS
 from .kernels import ratios
+from .limit import NoLimit, num_bytes, Shares, Work
 
 
 NAME = "streams"
 COLUMNS, CLASSES = 256, 10
+BY_DISK = NoLimit("the other way is what the disk can do")
 
 
 def predict(model: Any, x: Any, label: Any) -> jax.Array:
@@ -60,7 +62,7 @@ def model_of(width: int) -> eqx.nn.MLP:
     return eqx.nn.MLP(COLUMNS, CLASSES, width, 2, key=jr.key(0))
 
 
-def in_memory(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+def in_memory(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     """Batches that are on the device, compared with one batch of their examples."""
     num, size, micro = (512, 128, 64) if quick else (8_192, 1_024, 128)
     model = model_of(64 if quick else 512)
@@ -76,7 +78,8 @@ def in_memory(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
         "Gauss-Newton diagonal": filter_ggn_diagonal(predict, loss_of, **settings),
         "K-FAC": filter_kfac(predict, loss_of, **settings),
     }
-    lines, bars, figures = [], [], {}
+    least = works_of(model, x, label)
+    lines, bars, figures, works = [], [], {}, {}
     for name, transform in jobs.items():
         programs = {
             OURS: runner(over_batches(transform), model, batches),
@@ -85,13 +88,36 @@ def in_memory(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
         found, seconds = ratios(programs, 3 if quick else 15)
         ratio = found["one batch"]
         title = f"{name}, {num // size} batches of {size:,}"
+        works[title] = least[name], seconds
         lines.append(f"| {title} | one batch of all | {ratio:.2f} |")
         figures[name] = {"seconds": seconds, "ratio": ratio}
         bars.append(Bar(f"{name}: time, of one batch", 1 / ratio, 1.05, is_time=True))
-    return lines, bars, figures
+    return lines, bars, figures, works
 
 
-def from_disk(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
+def works_of(model: Any, x: jax.Array, label: jax.Array) -> dict[str, Work]:
+    """The work of all examples, by job."""
+    num, weights = len(x), eqx.filter(model, eqx.is_array)
+    of_loss, of_logits = (
+        work.products_of(fun, model, x, label) for fun in (loss, predict)
+    )
+    moved = num_bytes(weights, x, label)
+    like_model = moved + num_bytes(weights)
+    return {
+        "gradient": Work(work.accumulated(of_loss, num), like_model),
+        "clipped gradient": Work(work.clipped(of_loss, num), like_model),
+        "Gauss-Newton diagonal": Work(
+            work.ggn_diagonal(of_logits, num, CLASSES), like_model
+        ),
+        "K-FAC": Work(
+            work.kfac(of_logits, num, CLASSES),
+            moved + 4 * work.kfac_size(of_logits),
+            "highest",
+        ),
+    }
+
+
+def from_disk(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     """Rows on disk, compared with a loop that reads ahead in another thread."""
     num, size, micro = (2_048, 512, 128) if quick else (200_000, 4_096, 512)
     model = model_of(64 if quick else 256)
@@ -125,7 +151,8 @@ def from_disk(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any]]:
     line = f"| {title} | sums in a loop that reads ahead | {ratio:.2f} |"
     name = "from disk: time, of a loop that reads ahead"
     figures = {"from disk": {"seconds": seconds, "ratio": ratio}}
-    return [line], [Bar(name, 1 / ratio, 1.1, is_time=True)], figures
+    bars = [Bar(name, 1 / ratio, 1.1, is_time=True)]
+    return [line], bars, figures, {title: (BY_DISK, seconds)}
 
 
 def stored(path: pathlib.Path, num: int, size: int) -> Any:
@@ -256,12 +283,15 @@ def kernel(num: int, columns: int) -> dict[str, float]:
 
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     lines = ["| job | way | time ÷ eqxbatch's |", "|---|---|---:|"]
-    bars, figures = [], {}
+    bars: list[Bar] = []
+    figures: dict[str, Any] = {}
+    works: Works = {}
     # These only compare times.
     compared = (in_memory, from_disk) if harness.judges_times() else ()
     for measure in compared:
-        own, more, found = measure(quick)
-        lines, bars, figures = [*lines, *own], [*bars, *more], {**figures, **found}
+        rows, more, found, done = measure(quick)
+        lines, bars = [*lines, *rows], [*bars, *more]
+        figures, works = {**figures, **found}, {**works, **done}
     num, size = 8 if quick else 64, 65_536
     memory = in_own_process("resident", num, size, module="benchmarks.streams")
     bars += [
@@ -274,6 +304,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     disk = in_own_process("to_disk", num, size, module="benchmarks.streams")
     title = f"{num:,} rows of {COLUMNS} numbers from disk to disk"
     ratio = 1 / disk["ratio"]
+    works[title] = BY_DISK, disk["seconds"]
     lines.append(f"| {title} | the same bytes written, not read | {ratio:.2f} |")
     bars += [
         Bar("to disk: resident memory in MB", disk["resident"] / 1e6, 200),
@@ -282,6 +313,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     num, columns = (512, 4_096) if quick else (16_384, 16_384)
     mapped = in_own_process("kernel", num, columns, module="benchmarks.streams")
     title = f"kernel of {num:,} memory-mapped rows of {columns:,} numbers, to disk"
+    works[title] = BY_DISK, mapped["seconds"]
     lines.append(f"| {title} | of rows in memory | {1 / mapped['ratio']:.2f} |")
     bars += [
         Bar(
@@ -296,18 +328,19 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
             is_time=True,
         ),
     ]
-    where = harness.machine()
+    where, shares = harness.machine(), Shares.of(works, harness.rates())
     figures = {"machine": where, "jobs": figures, "memory": memory, "disk": disk}
-    figures["kernel"] = mapped
+    figures["kernel"], figures["limit"] = mapped, shares.figures
     figures["bars"] = [{**vars(bar), "holds": bar.holds} for bar in bars]
     notes = (
-        f"\nPeak memory above that before the first batch: {memory['many']:.1f} "
+        f"\n{shares.notes}\n\n"
+        f"Peak memory above that before the first batch: {memory['many']:.1f} "
         f"batches over many of them, {disk['resident'] / 1e6:.0f} MB from disk to "
         f"disk, and {mapped['resident'] / 1e6:.0f} MB for the kernel of "
         f"{mapped['examples'] / 1e9:.1f} GB of rows, within a budget of 200 MB.\n\n"
         f"{harness.describe(where)}"
     )
-    return figures, "\n".join([*lines, notes]), bars
+    return figures, "\n".join([*shares.table(lines), notes]), bars
 
 
 if __name__ == "__main__":

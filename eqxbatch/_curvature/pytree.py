@@ -39,6 +39,11 @@ Structure = Any
 Group = tuple[list[Pair], Inexact[Array, "_ ..."]]
 
 
+# The most rows of a flat matrix whose entries are looked up one by one: the program has
+# an index for each.
+_MOST_LOOKED_UP = 128
+
+
 class BlockSums(NamedTuple):
     """Blocks of a sum over some examples.
 
@@ -204,6 +209,8 @@ def flat_square(
     if len(leaves) == 1:
         matrix = groups[0][1].reshape(*sizes, *sizes).astype(dtype)
         return matrix if is_whole else mirrored(matrix)
+    if starts[-1] <= _MOST_LOOKED_UP:
+        return _looked_up(groups, starts, dtype)
     # Blocks on and above the diagonal are written to an array of zeros, and copied to
     # below it at the end.
     every = [blocks for _, blocks in groups]
@@ -230,6 +237,27 @@ def flat_square(
                 mode="promise_in_bounds",
             )
     return mirrored(matrix)
+
+
+def _looked_up(
+    groups: Sequence[Group], starts: list[int], dtype: Dtype
+) -> Inexact[Array, "n n"]:
+    """A small symmetric matrix, whose entries are looked up among those of its blocks.
+
+    This is one operation, whatever the number of blocks, and so compiles fast.
+    """
+    places, num_before = np.zeros((starts[-1], starts[-1]), "int32"), 0
+    for pairs, _ in groups:
+        # The blocks of a group are one after the other, and their entries by rows.
+        for first, second in pairs:
+            rows, columns = (slice(starts[i], starts[i + 1]) for i in (first, second))
+            block = places[rows, columns]
+            block[...] = num_before + np.arange(block.size).reshape(block.shape)
+            num_before += block.size
+    # Entries below the diagonal are in the same place as their mirror images.
+    places = np.triu(places) + np.triu(places, 1).T
+    entries = joined([blocks for _, blocks in groups], dtype)
+    return entries.at[places].get(mode="promise_in_bounds")
 
 
 class Form(NamedTuple):

@@ -11,6 +11,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from eqxbatch import (
+    filter_ggn,
     filter_hessian,
     filter_hessian_blocks,
     filter_hessian_diagonal,
@@ -317,6 +318,35 @@ class TestTypes:
         matrix, unravel = filter_hessian(loss, in_axes=0, flat=True)(model, x)
         assert matrix.dtype == jnp.float64
         assert unravel(matrix[0])["a"].dtype == jnp.float32
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("num", (128, 129))
+def test_flat_matrices_on_both_sides_of_a_size(num, getkey):
+    """Entries of small matrices are looked up, and blocks of large ones written."""
+    sizes = {"a": (3, 2), "b": (), "c": (5,), "d": (5,), "e": ()}
+    x = {name: normal(getkey(), shape, float) for name, shape in sizes.items()}
+    x["f"] = normal(getkey(), (num - 18,), float)
+    mix = normal(getkey(), (9, num), float)
+    loss = lambda x: jnp.sum(jnp.tanh(mix @ ravel_pytree(x)[0]))
+    vector, unravel = ravel_pytree(x)
+    of_vector = lambda vector: loss(unravel(vector))
+    expected, outer = jax.jit(
+        lambda x: (jax.hessian(of_vector)(x), jax.grad(of_vector)(x))
+    )(vector)
+    hessian, _ = filter_hessian(loss, flat=True)(x)
+    close(hessian, expected)
+    np.testing.assert_array_equal(hessian, hessian.T)
+    ggn, _ = filter_ggn(loss, lambda out: out**2 / 2, in_axes=None, flat=True)(x)
+    close(ggn, jnp.outer(outer, outer))
+    is_block = lambda part: part is x["f"] or isinstance(part, list)
+    parts = {"all but one": [x[name] for name in sizes], "f": x["f"]}
+    of_parts = lambda parts: loss(
+        {**dict(zip(sizes, parts["all but one"], strict=True)), "f": parts["f"]}
+    )
+    blocks = filter_hessian_blocks(of_parts, is_block=is_block, flat=True)(parts)
+    close(blocks["all but one"][0], expected[:18, :18])
+    close(blocks["f"][0], expected[18:, 18:])
 
 
 class TestResults:
