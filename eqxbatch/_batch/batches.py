@@ -20,7 +20,7 @@ from .._base.mesh import names_of
 from .._base.structs import is_struct
 from .._base.trees import described, shown
 from .._base.versions import partitions
-from .fingerprint import digest
+from .fingerprint import digest_of_rows
 from .reading import as_numpy, has_rows, read_rows
 from .store import (
     AbstractWriter,
@@ -173,8 +173,8 @@ class Slices:
 def write_rows(
     writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
 ) -> None:
-    """Writes the rows of a batch."""
-    source = digest(batch)
+    """Writes the rows of a batch, and a digest of it, unless it is None."""
+    source = "" if batch is None else digest_of_rows(batch)
     for i, x in enumerate(rows):
         x = np.asarray(x)
         # A chunk has all entries of its rows: it is the first one along other axes.

@@ -35,7 +35,7 @@ from .batches import (
     type_of_leaf,
     write_rows,
 )
-from .fingerprint import digest, fingerprint
+from .fingerprint import digest_of_rows, fingerprint
 from .memory import resolved
 from .progress import AbstractProgressMeter, as_meter, metered
 from .reading import copied, is_stored
@@ -468,7 +468,7 @@ class OverBatches(AbstractTransform):
         # Rows that were changed since make another chunk: their digest tells.
         def source(chunk: Chunk) -> str:
             with naming_batch(chunk.index[0]):
-                return digest(batches[chunk.index[0]])
+                return digest_of_rows(batches[chunk.index[0]])
 
         def computed(writer: AbstractWriter, numbers: list[int]) -> Iterator[tuple]:
             nonlocal state
@@ -480,7 +480,7 @@ class OverBatches(AbstractTransform):
                 _check_concrete(rows)  # The transform may close over traced arrays.
                 for x in rows:
                     x.copy_to_host_async()
-                yield writer, number, rows, batch
+                yield writer, number, rows, batch if store.is_resumed else None
 
         # Missing chunks only: a run that was killed goes on where it was.
         rank, num = jax.process_index(), jax.process_count()
