@@ -48,6 +48,11 @@ class Job:
     is_quick: bool = True
     compiles: bool = True
 
+    @property
+    def name(self) -> str:
+        """What its figures are stored as; jobs with several ways share a title."""
+        return f"{self.title}: first call, of that of {self.way}"
+
 
 # Second derivatives.
 
