@@ -374,13 +374,15 @@ class _ZarrWriter(AbstractWriter):
 
     def _encoded(self, chunk: Chunk, values: np.ndarray) -> np.ndarray:
         """The bytes of a chunk, before its checksum."""
-        sizes = self.stored[chunk.array].sizes
+        array = self.stored[chunk.array]
         # zarr stores chunks at the edges as if they were full.
-        if values.shape != sizes:
-            full = np.zeros(sizes, values.dtype)
+        if values.shape != array.sizes:
+            full = np.zeros(array.sizes, values.dtype)
             full[tuple(map(slice, values.shape))] = values
             values = full
-        return bytes_of(values.astype(values.dtype.newbyteorder("<"), copy=False))
+        # Bytes of another dtype would be other numbers.
+        dtype = np.dtype(array.dtype).newbyteorder("<")
+        return bytes_of(values.astype(dtype, copy=False))
 
     def _bytes(self, chunk: Chunk) -> int:
         """The size in bytes of the entries of a chunk."""
