@@ -48,7 +48,8 @@ def convolved(groups):
     def run(weight, x):
         settings = {"padding": "SAME", "window_strides": (1, 1)}
         settings["feature_group_count"] = groups
-        return jax.lax.conv_general_dilated(x[None], weight, **settings)[0]
+        outs = jax.lax.conv_general_dilated(x[None], weight, **settings)
+        return jnp.squeeze(outs, 0)
 
     return run
 

@@ -145,10 +145,9 @@ def compiled(
     jit: Any = eqx.filter_jit
     waited = jit(lambda first, *rest: program(*first, *rest), donate=donate)
 
-    def computed(key: _Key, lists: list[list[Value]]) -> _Split:
+    def computed(key: _Key, lists: list[list[Value]], is_inside: bool) -> _Split:
         is_known = key in host_callers
         # Another program would keep the equation of what is not run.
-        is_inside = any(isinstance(x, Tracer) for x in itertools.chain(*lists))
         if not is_known and not (is_inside and is_of_host(key, lists)):
             out = jitted(key, *lists)
             if out.frame is not None:
@@ -174,15 +173,20 @@ def compiled(
         except TypeError as e:
             raise unhashable(static) or e from None
         if donate != "none":
-            num = sum(map(eqx.is_array, jtu.tree_leaves(first)))
+            # In place of an array there is None, which is no leaf itself.
+            of_first = treedef.children()[0].num_leaves
+            num = static[:of_first].count(None)
             lists = [arrays[:num], arrays[num:]]
+        # There are few types of arrays, and many arrays.
+        types = {*map(type, arrays)}
+        is_inside = any(issubclass(x, Tracer) for x in types)
         before = traces
         try:
-            out = computed(key, lists)
+            out = computed(key, lists, is_inside)
         except Exception as e:
             raise e.with_traceback(without_layers(e.__traceback__))  # noqa: B904
         # JAX reads arrays of NumPy later, when their owner may have changed them.
-        if waits or any(isinstance(x, np.ndarray) for x in arrays):
+        if waits or any(issubclass(x, np.ndarray) for x in types):
             jax.block_until_ready(out)
         # A function that is made anew for each call is compiled in each call.
         if traces != before and not any(isinstance(x, Tracer) for x in out.arrays):

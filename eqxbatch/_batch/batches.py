@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,8 +20,8 @@ from .._base.mesh import names_of
 from .._base.structs import is_struct
 from .._base.trees import described, shown
 from .._base.versions import partitions
-from .fingerprint import digest
-from .reading import as_numpy, has_rows, read_rows
+from .fingerprint import digest_of_rows
+from .reading import as_numpy, copied, has_rows, read_rows
 from .store import (
     AbstractWriter,
     Chunk,
@@ -61,19 +61,42 @@ def length_of(batches: PyTree) -> int | None:
         return None
 
 
-def put_on_devices(sharding: Sharding | None, of_host: Callable, x: PyTree) -> Any:
-    """An array on the devices; everything else as it is."""
-    if not hasattr(x, "__array__"):
-        return x
-    if not isinstance(x, jax.Array):
-        x = of_host(as_numpy(x))
-        if sharding is not None:
-            # With several processes, each has its own rows of one array.
-            whole = fitting_sharding(sharding, x)
-            return jax.make_array_from_process_local_data(whole, x)
-        return jax.device_put(x)
-    # Arrays of JAX stay on their devices, unless a sharding says where they belong.
-    return x if sharding is None else jax.device_put(x, fitting_sharding(sharding, x))
+def moved(
+    batch: PyTree,
+    sharding: Sharding | None,
+    of_host: Callable[[Any], np.ndarray] = copied,
+) -> tuple:
+    """A batch as arguments, with its arrays on the device.
+
+    A loader may use its memory for the next batch, which `of_host` copies.
+    """
+    leaves, treedef = jtu.tree_flatten(arguments_of(batch))
+    on_host = {
+        i: of_host(as_numpy(x))
+        for i, x in enumerate(leaves)
+        if hasattr(x, "__array__") and not isinstance(x, jax.Array)
+    }
+    if sharding is None:
+        # A single call for all arrays: for small ones, each takes as long as a program.
+        put = jax.device_put([*on_host.values()])
+    else:
+        # Arrays of JAX stay on their devices, unless a sharding says where they belong.
+        leaves = [_put_array(sharding, x) for x in leaves]
+        put = [_put_own_rows(sharding, x) for x in on_host.values()]
+    for i, x in zip(on_host, put, strict=True):
+        leaves[i] = x
+    return treedef.unflatten(leaves)
+
+
+def _put_array(sharding: Sharding, x: PyTree) -> Any:
+    is_array = isinstance(x, jax.Array)
+    return jax.device_put(x, fitting_sharding(sharding, x)) if is_array else x
+
+
+def _put_own_rows(sharding: Sharding, x: np.ndarray) -> Array:
+    # With several processes, each has its own rows of one array.
+    whole = fitting_sharding(sharding, x)
+    return jax.make_array_from_process_local_data(whole, x)
 
 
 @contextlib.contextmanager
@@ -173,8 +196,8 @@ class Slices:
 def write_rows(
     writer: AbstractWriter, number: int, rows: list[Array], batch: PyTree
 ) -> None:
-    """Writes the rows of a batch."""
-    source = digest(batch)
+    """Writes the rows of a batch, and a digest of it, unless it is None."""
+    source = "" if batch is None else digest_of_rows(batch)
     for i, x in enumerate(rows):
         x = np.asarray(x)
         # A chunk has all entries of its rows: it is the first one along other axes.
@@ -188,9 +211,19 @@ def type_of_leaf(x: PyTree) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
-def kind_of(x: PyTree) -> str:
+class Kind(NamedTuple):
+    """What all batches have in common in an array."""
+
+    dtype: Any
+    ndim: int
+    is_weak: bool
+
+    def __str__(self) -> str:
+        return f"{'weak ' * self.is_weak}{self.dtype} with {self.ndim} axes"
+
+
+def kind_of(x: PyTree) -> Kind | str:
     """What all batches have in common in a leaf."""
     if not eqx.is_array(x) and not is_struct(x):
         return shown(x)
-    is_weak = getattr(x, "weak_type", False)
-    return f"{'weak ' * is_weak}{x.dtype} with {x.ndim} axes"
+    return Kind(x.dtype, x.ndim, getattr(x, "weak_type", False))

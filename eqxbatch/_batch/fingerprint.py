@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -20,10 +20,11 @@ from jaxtyping import PyTree
 from .._base.jaxpr_types import Eqn, JaxprAndConsts
 from .._base.jaxprs import constants, inner_programs, programs_in
 from .._base.primitives import parameters
+from .checksums import checksums
 
 
 # The version of the format, so that later versions recognise earlier ones.
-FORMAT = 2
+FORMAT = 3
 
 
 # What changes numbers, random ones above all, without changing a program's text.
@@ -53,23 +54,46 @@ def fingerprint(parts: dict[str, PyTree], programs: list) -> dict[str, Any]:
 
 def digest(tree: PyTree) -> str:
     """A digest of all arrays of a PyTree."""
+    return _digest(tree, _unchanged)
+
+
+def digest_of_rows(tree: PyTree) -> str:
+    """A digest of the checksums of all arrays of a PyTree, as fast as reading them.
+
+    It is for rows of examples, which are many, and may have been edited since.
+    """
+    return _digest(tree, checksums)
+
+
+def _unchanged(data: np.ndarray) -> np.ndarray:
+    return data
+
+
+def _digest(tree: PyTree, of_bytes: Callable[[np.ndarray], np.ndarray]) -> str:
     sha = hashlib.sha256()
     for path, leaf in jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
         # Equal arrays at other places make other results.
         sha.update(jtu.keystr(path).encode())
-        add_array(sha, leaf)
+        _add_array(sha, leaf, of_bytes)
     return sha.hexdigest()
 
 
-def add_array(sha: Any, x: Any) -> None:
-    """Adds an array to a digest, without a copy if it is contiguous."""
+def _add_array(
+    sha: Any, x: Any, of_bytes: Callable[[np.ndarray], np.ndarray] = _unchanged
+) -> None:
+    """Adds what `of_bytes` makes of the bytes of an array to a digest."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         sha.update(str(x.dtype).encode())
         x = jr.key_data(x)
     x = np.asarray(x)
     sha.update(f"{x.dtype}{x.shape}".encode())
-    # As bytes: Python has no buffers of dtypes such as bfloat16.
-    sha.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    sha.update(of_bytes(bytes_of(x)).data)
+
+
+def bytes_of(x: np.ndarray) -> np.ndarray:
+    """The bytes of an array, without a copy if it is contiguous."""
+    # Python has no buffers of dtypes such as bfloat16.
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
 
 
 def digest_of_program(closed: JaxprAndConsts) -> str:
@@ -82,7 +106,7 @@ def digest_of_program(closed: JaxprAndConsts) -> str:
         sha.update(re.sub(r"0x[0-9a-f]+", "", text).encode())
     # These include the arrays of the kernel function, which are digested again.
     for x in constants(closed):
-        add_array(sha, x)
+        _add_array(sha, x)
     return sha.hexdigest()
 
 

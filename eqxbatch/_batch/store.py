@@ -92,6 +92,9 @@ class AbstractStore(eqx.Module):
     # Whether several processes can write to it.
     is_shared: eqx.AbstractVar[bool]
 
+    # Whether it outlives a run, and compares what chunks are made of in the next one.
+    is_resumed: eqx.AbstractVar[bool]
+
     @abc.abstractmethod
     def begin(
         self, arrays: Sequence[StoredArray], fingerprint: Fingerprint, is_first: bool
@@ -130,6 +133,7 @@ class HostStore(AbstractStore):
     """
 
     is_shared: bool = eqx.field(static=True, default=False, init=False, repr=False)
+    is_resumed: bool = eqx.field(static=True, default=False, init=False, repr=False)
 
     def begin(
         self, arrays: Sequence[StoredArray], fingerprint: Fingerprint, is_first: bool

@@ -20,22 +20,21 @@ from jaxtyping import Array, PyTree
 from .._base.checks import check_at_least, check_equal, warn_user
 from .._base.mesh import is_explicit
 from .._base.structs import is_struct
-from .._base.trees import described, difference, with_shapes_of_arrays
+from .._base.trees import described, with_shapes_of_arrays
 from .arguments import Arguments, Leaves
 from .batches import (
     arguments_of,
     concatenated,
     fetched_rows,
     iterate,
-    kind_of,
     length_of,
+    moved,
     naming_batch,
-    put_on_devices,
     Slices,
     type_of_leaf,
     write_rows,
 )
-from .fingerprint import digest, fingerprint
+from .fingerprint import digest_of_rows, fingerprint
 from .memory import resolved
 from .progress import AbstractProgressMeter, as_meter, metered
 from .reading import copied, is_stored
@@ -50,7 +49,6 @@ from .store import (
 from .stream_state import (
     applied,
     begun,
-    Call,
     check_state,
     finished_stream,
     first_leaf,
@@ -58,6 +56,7 @@ from .stream_state import (
     RowsOfBatches,
     StreamState,
     updated,
+    Updates,
     with_rows,
 )
 from .sums import AbstractTotal
@@ -285,40 +284,14 @@ class OverBatches(AbstractTransform):
         self, state: StreamState, *args: Any, number: int = 0
     ) -> tuple[StreamState, list[Array]]:
         """The state with one more batch, the last argument, and its rows."""
-        return self._ready(state, args, number)()
-
-    def _ready(self, state: StreamState, args: Arguments, number: int) -> Callable:
-        """A function that adds a batch to the state."""
-        # What can be wrong is said before `add` runs, which reuses the old memory.
         check_state(state)
-        num = len(state.passes)
-        if number not in range(num):
-            raise ValueError(
-                f"`number` must be that of a pass, and {self.transform} takes {num}: "
-                f"from 0 to {num - 1}; got {number}."
-            )
-        # The batch moves to the device now, while the one before is still computed.
         *leading, batch = args
-        batch = self._moved(batch)
-        # Another form would be another program, whose states need not fit.
-        form = [kind_of(x) for x in jtu.tree_leaves(batch)]
-        expected = [kind_of(x) for x in jtu.tree_leaves(state.batch)]
-        if jtu.tree_structure(batch) != state.treedef or form != expected:
-            remedy = " Batches are one argument, the last: give `(x, y)` for several."
-            raise ValueError(
-                "All batches must have the structure, dtypes and weak types of the "
-                f"first one. {difference(state.batch, batch)} Their arrays are "
-                f"{', '.join(expected)}; got {', '.join(form)}."
-                f"{remedy * (len(batch) < len(state.batch))}"
-            )
-        shared_and_batch = tuple(leading), batch
-        call = Call(self._transform, shared_and_batch, self.weighted, number)
+        call = self._updates(tuple(leading), state).call(self._moved(batch), number)
+        passes, rows = updated(call, state.passes)
+        return dataclasses.replace(state, passes=passes), rows
 
-        def add() -> tuple[StreamState, list[Array]]:
-            passes, rows = updated(call, state.passes)
-            return dataclasses.replace(state, passes=passes), rows
-
-        return add
+    def _updates(self, leading: Arguments, state: StreamState) -> Updates:
+        return Updates(self._transform, leading, self.weighted, state)
 
     def finish(self, state: StreamState, *leading: Any, rows: Iterable = ()) -> Any:
         """The result for all batches."""
@@ -361,8 +334,8 @@ class OverBatches(AbstractTransform):
         if self.store is not None:
             return self._to_store(self.store, tuple(leading), batches)
         # Each pass reads all batches; the first batch says how many passes there are.
-        state, rows, number = None, [], 0
-        while state is None or number < len(state.passes):
+        state, updates, passes, rows, number = None, None, [], [], 0
+        while updates is None or number < len(passes):
             upcoming = self._each(batches)
             (batch, is_users), index = next(upcoming, _NO_BATCH), 0
             if batch is None:
@@ -370,36 +343,39 @@ class OverBatches(AbstractTransform):
                     f"`batches` must have a batch; got {described(batches)}, which is "
                     "empty. A generator is, once it has run: make it anew."
                 )
-            if state is None:
+            if updates is None:
                 with naming_batch(0):
                     state = self.init(*leading, batch)
+                updates, passes = self._updates(tuple(leading), state), state.passes
             # The first pass would use up an iterator, and all its time be lost.
-            if len(state.passes) > 1 and isinstance(batches, Iterator):
+            if len(passes) > 1 and isinstance(batches, Iterator):
                 raise ValueError(
-                    f"{self.transform} takes {len(state.passes)} passes over all "
+                    f"{self.transform} takes {len(passes)} passes over all "
                     "batches, but `batches` is an iterator, which has one. Pass a "
                     "list, or a loader that can be iterated again."
                 )
             with naming_batch(index):
-                add = self._ready(state, (*leading, batch), number)
+                call = updates.call(batch, number)
             while batch is not None:
                 with naming_batch(index):
-                    state, new = add()
+                    passes, new = updated(call, passes)
                 # A loader may write its next batch to memory that this one still reads.
                 if is_users:
-                    jax.block_until_ready(state)
+                    jax.block_until_ready(passes)
                 # The next batch is loaded and checked while this one is computed.
                 batch, is_users = next(upcoming, _NO_BATCH)
                 if batch is not None:
                     with naming_batch(index + 1):
-                        add = self._ready(state, (*leading, batch), number)
+                        call = updates.call(batch, number)
                 with naming_batch(index):
-                    jax.block_until_ready(state)
+                    jax.block_until_ready(passes)
                 # Rows of all batches may be more than a device has room for.
                 rows.append(fetched_rows(new))
                 index += 1
             number += 1
         joined = [*map(concatenated, zip(*rows, strict=True))]
+        assert state is not None
+        state = dataclasses.replace(state, passes=passes)
         return self.finish(state, *leading, rows=joined)
 
     def _check_batches(self, leading: Leaves, batches: PyTree) -> None:
@@ -468,7 +444,7 @@ class OverBatches(AbstractTransform):
         # Rows that were changed since make another chunk: their digest tells.
         def source(chunk: Chunk) -> str:
             with naming_batch(chunk.index[0]):
-                return digest(batches[chunk.index[0]])
+                return digest_of_rows(batches[chunk.index[0]])
 
         def computed(writer: AbstractWriter, numbers: list[int]) -> Iterator[tuple]:
             nonlocal state
@@ -480,7 +456,7 @@ class OverBatches(AbstractTransform):
                 _check_concrete(rows)  # The transform may close over traced arrays.
                 for x in rows:
                     x.copy_to_host_async()
-                yield writer, number, rows, batch
+                yield writer, number, rows, batch if store.is_resumed else None
 
         # Missing chunks only: a run that was killed goes on where it was.
         rank, num = jax.process_index(), jax.process_count()
@@ -506,15 +482,8 @@ class OverBatches(AbstractTransform):
         transform: Any = self.transform
         return resolved(transform)
 
-    def _moved(
-        self, batch: PyTree, of_host: Callable[[Any], np.ndarray] = copied
-    ) -> tuple:
-        """A batch as arguments, with its arrays on the device.
-
-        A loader may use its memory for the next batch, which `of_host` copies.
-        """
-        put = functools.partial(put_on_devices, self.sharding, of_host)
-        return jtu.tree_map(put, arguments_of(batch))
+    def _moved(self, batch: PyTree, of_host: Callable = copied) -> tuple:
+        return moved(batch, self.sharding, of_host)
 
     def _each(self, batches: PyTree) -> Iterator[tuple[tuple, bool]]:
         """The batches on the device, and whether a loader may still write to them.
@@ -529,7 +498,11 @@ class OverBatches(AbstractTransform):
             # What is on disk was copied as it was read.
             batches, of_host = Slices(batches, self.batch_size), np.asarray
             is_shared = False
-        iterator, promised = iterate(batches), length_of(batches)
+        iterator, promised, sharding = (
+            iterate(batches),
+            length_of(batches),
+            self.sharding,
+        )
         hint = operator.length_hint(batches) or None
         with metered(self.progress, hint, 0, *_TEXTS) as step:
             for i in itertools.count():
@@ -547,7 +520,7 @@ class OverBatches(AbstractTransform):
                     are_of_jax = [
                         isinstance(x, jax.Array) for x in jtu.tree_leaves(batch)
                     ]
-                    batch = self._moved(batch, of_host)
+                    batch = moved(batch, sharding, of_host)
                 yield batch, is_shared and any(are_of_jax)
                 step(0)
 

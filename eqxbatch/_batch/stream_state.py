@@ -15,9 +15,11 @@ from jaxtyping import Array, PyTree
 
 from .._base.compile import compiled
 from .._base.structs import is_struct
+from .._base.trees import difference
 from .._base.types import check_types
 from .accumulators import AbstractAccumulator, Concat
 from .arguments import Arguments
+from .batches import kind_of
 from .passes import of_passes, Pass, Passes
 from .slots import accumulators_of, canonicalise, is_accumulator
 from .sums import AbstractTotal
@@ -155,6 +157,51 @@ def begun(
 def updated(call: Call, before: list[Pass]) -> PassesAndRows:
     transform, args, is_weighted, number = call
     return applied(with_rows, transform, args, is_weighted, before, number)
+
+
+class Updates:
+    """Adds batches to the passes of a stream.
+
+    What does not change from batch to batch is looked up once: for a small batch, this
+    takes longer than to compute it.
+    """
+
+    def __init__(
+        self,
+        transform: AbstractTransform,
+        leading: tuple,
+        is_weighted: bool,
+        state: StreamState,
+    ):
+        self._transform, self._leading = transform, leading
+        self._is_weighted, self._state = is_weighted, state
+        self._treedef, self._num = state.treedef, len(state.passes)
+        self._kinds = [kind_of(x) for x in state.leaves]
+
+    def call(self, batch: tuple, number: int) -> Call:
+        """The call for a batch; what can be wrong is said before it runs.
+
+        To run it reuses the memory of the passes before.
+        """
+        if number not in range(self._num):
+            raise ValueError(
+                f"`number` must be that of a pass, and {self._transform} takes "
+                f"{self._num}: from 0 to {self._num - 1}; got {number}."
+            )
+        # Another form would be another program, whose states need not fit.
+        leaves, treedef = jtu.tree_flatten(batch)
+        kinds = [kind_of(x) for x in leaves]
+        if treedef != self._treedef or kinds != self._kinds:
+            remedy = " Batches are one argument, the last: give `(x, y)` for several."
+            expected = self._state.batch
+            raise ValueError(
+                "All batches must have the structure, dtypes and weak types of the "
+                f"first one. {difference(expected, batch)} Their arrays are "
+                f"{', '.join(map(str, self._kinds))}; got {', '.join(map(str, kinds))}."
+                f"{remedy * (len(batch) < len(expected))}"
+            )
+        args = self._leading, batch
+        return Call(self._transform, args, self._is_weighted, number)
 
 
 def with_rows(_: PyTree, passes: Passes) -> PassesAndRows:

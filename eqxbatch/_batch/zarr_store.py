@@ -22,14 +22,14 @@ import numpy as np
 
 from .._base.trees import import_extra, log, safe_zip
 from .._base.types import check_types, checked
-from .fingerprint import add_array, check_record, read_json
+from .checksums import checksums
+from .fingerprint import bytes_of, check_record, read_json
 from .store import (
     AbstractStore,
     AbstractWriter,
     Chunk,
     Fingerprint,
     HostStore,
-    Place,
     Source,
     StoredArray,
 )
@@ -118,6 +118,7 @@ class ZarrStore(AbstractStore):
     path: str = eqx.field(static=True)
     version: str | None = eqx.field(static=True)
     is_shared: bool = eqx.field(static=True, default=True, init=False, repr=False)
+    is_resumed: bool = eqx.field(static=True, default=True, init=False, repr=False)
 
     @checked
     def __init__(
@@ -263,10 +264,10 @@ def _make_array(group: Any, name: str, array: StoredArray) -> Any:
     )
 
 
-def _seal(chunk: Chunk, values: np.ndarray, source: str) -> str:
-    """A digest of the entries of a chunk, of its place, and of its source."""
+def _seal(chunk: Chunk, sums: np.ndarray, source: str) -> str:
+    """A digest of the checksums of a chunk, of its place, and of its source."""
     seal = hashlib.blake2b(f"{chunk.index}{source}".encode(), digest_size=16)
-    add_array(seal, values)
+    seal.update(sums.data)
     return seal.hexdigest()
 
 
@@ -287,17 +288,7 @@ class _ZarrWriter(AbstractWriter):
     ):
         self.zarr, self.path, self.stored = zarr, path, arrays
         self.names = _names_of(arrays)
-        # Chunks of zeros are written, too, so that they are not missing.
-        self.arrays = [
-            zarr.Array(
-                zarr.AsyncArray(
-                    metadata=array.metadata,
-                    store_path=array.store_path,
-                    config={"write_empty_chunks": True},
-                )
-            )
-            for array in self._open("r+")
-        ]
+        self._open()
         self.run = uuid.uuid4().hex
         self.seals: list[set[str]] = []
 
@@ -332,7 +323,7 @@ class _ZarrWriter(AbstractWriter):
             os.close(self._lock)
             self._lock = None
 
-    def _open(self, mode: Literal["r", "r+"]) -> list:
+    def _open(self) -> list:
         """The arrays, after their metadata have been compared with what is stored."""
         # What zarr makes of the same settings now is what must be stored.
         memory = self.zarr.create_group(self.zarr.storage.MemoryStore(), zarr_format=3)
@@ -340,7 +331,7 @@ class _ZarrWriter(AbstractWriter):
         for name, stored in safe_zip(self.names, self.stored):
             expected = _make_array(memory, name, stored).metadata.to_dict()
             place = self.path / name
-            array = _opened(self.zarr.open_array, place, mode=mode)
+            array = _opened(self.zarr.open_array, place, mode="r")
             saved = array.metadata.to_dict()
             # Users may add attributes.
             different = [
@@ -369,37 +360,34 @@ class _ZarrWriter(AbstractWriter):
 
     def _has(self, chunk: Chunk, source: Source) -> bool:
         """Whether a chunk is intact. One that is damaged is removed."""
-        has_size = self._has_size(chunk)
-        values = self._read(chunk) if has_size else None
-        if values is not None:
-            seal = _seal(chunk, values, source(chunk))
-            return seal in self.seals[chunk.array]
+        file, has_size = self._file(chunk), self._has_size(chunk)
+        if has_size:
+            # An error here says nothing about the chunk: the disk may fail.
+            data = np.frombuffer(file.read_bytes(), np.uint8)
+            sums = checksums(data[:-_CHECKSUM])
+            if sums[-1:].tobytes() == data[-_CHECKSUM:].tobytes():
+                return _seal(chunk, sums, source(chunk)) in self.seals[chunk.array]
         # A damaged chunk has no use. An intact one of other rows is written over.
         if has_size is not None:
-            self._file(chunk).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
         return False
 
-    def _read(self, chunk: Chunk) -> np.ndarray | None:
-        """The entries of a chunk; None if its checksum is wrong.
-
-        Other errors say nothing about the chunk: the disk may fail, or memory may run
-        out.
-        """
-        try:
-            return np.asarray(self.arrays[chunk.array][self._place(chunk)])
-        except ValueError as e:
-            if "checksum" not in str(e):
-                raise
-            return None
-
-    def _place(self, chunk: Chunk) -> Place:
-        return self.stored[chunk.array].place(chunk.index)
+    def _encoded(self, chunk: Chunk, values: np.ndarray) -> np.ndarray:
+        """The bytes of a chunk, before its checksum."""
+        array = self.stored[chunk.array]
+        # zarr stores chunks at the edges as if they were full.
+        if values.shape != array.sizes:
+            full = np.zeros(array.sizes, values.dtype)
+            full[tuple(map(slice, values.shape))] = values
+            values = full
+        # Bytes of another dtype would be other numbers.
+        dtype = np.dtype(array.dtype).newbyteorder("<")
+        return bytes_of(values.astype(dtype, copy=False))
 
     def _bytes(self, chunk: Chunk) -> int:
         """The size in bytes of the entries of a chunk."""
-        array = self.arrays[chunk.array]
-        # zarr stores chunks at the edges as if they were full.
-        return math.prod(array.chunks) * array.dtype.itemsize
+        array = self.stored[chunk.array]
+        return math.prod(array.sizes) * np.dtype(array.dtype).itemsize
 
     def missing(
         self, chunks: list[Chunk], source: Source = lambda _: ""
@@ -424,12 +412,27 @@ class _ZarrWriter(AbstractWriter):
         return missing
 
     def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
+        data = self._encoded(chunk, values)
+        sums = checksums(data)
         # The line comes first: without its chunk, it does no harm.
         places = self.path / self.names[chunk.array] / _PLACES
         places.mkdir(parents=True, exist_ok=True)
-        with (places / self.run).open("a") as file:
-            file.write(f"{_seal(chunk, values, source)}\n")
-        self.arrays[chunk.array][self._place(chunk)] = values
+        with (places / self.run).open("a") as lines:
+            lines.write(f"{_seal(chunk, sums, source)}\n")
+        # As zarr writes a chunk, but the bytes are read once for both checksums, and
+        # written from where they are.
+        file = self._file(chunk)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")
+        try:
+            with partial.open("wb") as chunk_file:
+                chunk_file.write(data.data)
+                chunk_file.write(sums[-1:].data)
+            # A chunk has its name only once it is whole.
+            partial.replace(file)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     def _damaged(self) -> list[pathlib.Path]:
         """The files that are not there, or have a wrong size."""
@@ -450,7 +453,7 @@ class _ZarrWriter(AbstractWriter):
                 "first",
                 str(damaged[0]),
             )
-        return self._open("r")
+        return self._open()
 
 
 # What users pass for a store.

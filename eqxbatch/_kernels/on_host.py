@@ -21,14 +21,13 @@ from jaxtyping import Array, PyTree
 from .._base.compile import compiled, num_bytes
 from .._base.mesh import within_mesh
 from .._base.trees import safe_zip
-from .._batch.fingerprint import digest, digest_of_program, fingerprint
+from .._batch.fingerprint import digest_of_program, digest_of_rows, fingerprint
 from .._batch.progress import AbstractProgressMeter, metered
 from .._batch.rows import Rows
 from .._batch.store import (
     AbstractStore,
     AbstractWriter,
     Chunk,
-    HostStore,
     IN_FLIGHT,
     in_threads,
     StoredArray,
@@ -159,7 +158,7 @@ class _Blocks:
         arrays = stored.read(int(self.grid.start(*key)), self._structs[key[0]])
         if self.digests is not None:
             # Of the latest ones, which the next tiles are computed from.
-            self.digests[key] = digest(arrays)
+            self.digests[key] = digest_of_rows(arrays)
         return arrays
 
     def source(self, tile: Tile) -> str:
@@ -354,10 +353,8 @@ def to_store(
     mark = lambda: _fingerprint(kernel)
     writer = team.begin(functools.partial(store.begin, arrays, mark))
     with contextlib.closing(writer):
-        # Digests tell a resumed run which rows have changed. No run in memory is
-        # resumed.
-        resumes = not isinstance(store, HostStore)
-        blocks = _Blocks(kernel, stored, resumes=resumes)
+        # Digests tell a resumed run which rows have changed.
+        blocks = _Blocks(kernel, stored, resumes=store.is_resumed)
         team.together(lambda: _write(blocks, arrays, writer, meter, team))
         return kernel.output(writer.finish())
 
