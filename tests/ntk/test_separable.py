@@ -252,8 +252,8 @@ def test_rounding_is_that_of_formed_gradients():
 
 
 @float64
-@pytest.mark.usefixtures("by_terms")
-def test_derivatives_and_maps_over_damping():
+@pytest.mark.parametrize("way", ("terms", "table"))
+def test_derivatives_and_maps_over_damping(way):
     model = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=jr.key(0))
     x = normal(jr.key(1), (4, 3), float)
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
@@ -265,7 +265,7 @@ def test_derivatives_and_maps_over_damping():
         if dense:
             jac = jacobians(model, x)
             return jnp.sum(jnp.sin(pairs(jac @ metric.as_matrix(), jac)))
-        return jnp.sum(jnp.sin(scores(Marked(model, "terms"), metric, x)))
+        return jnp.sum(jnp.sin(scores(Marked(model, way), metric, x)))
 
     @eqx.filter_jit
     def run(args, several):
@@ -274,7 +274,8 @@ def test_derivatives_and_maps_over_damping():
         return *grads, jax.vmap(each)(several), jax.lax.map(each, several)
 
     args = model, found, jnp.asarray(1e-3)
-    got, expected, mapped, looped = run(args, jnp.asarray([1e-9, 1e-3, 10.0]))
+    with preferring(way):
+        got, expected, mapped, looped = run(args, jnp.asarray([1e-9, 1e-3, 10.0]))
     arrays = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
     assert_same(arrays(got), arrays(expected), tol=1e-8)
     assert_same(mapped, looped)
