@@ -35,6 +35,7 @@ from .limit import num_bytes, Work
 NAME = "metric"
 KEY = jr.key(0)
 PLAIN = "`EmpiricalNTK` without a metric"
+FACTORED = "with `factored=True`"
 DENSE = "Jacobians contracted with dense blocks"
 GRADIENTS = "a gradient at a time, with preconditioned queries"
 
@@ -128,6 +129,39 @@ def plain(num: int, others: int | None, width: int) -> Case:
         best_memory=None,
         best_time=None,
         limits={PLAIN: 1.2},
+    )
+
+
+def damped(num: int, width: int, corrected: bool, is_diagonal: bool) -> Case:
+    """A kernel of ten outputs with exact damping, in one block, or its diagonal."""
+    model, x, labels = dense_layers(width)
+    call = filter_kfac(predict, cross_entropy, corrected=corrected, microbatch_size=100)
+    factors = call(model, x[:200], labels[:200])
+    exact = factors.operator(damping=0.1, relative=True).inverse()
+    factored, _ = covariance(model, x[:200], labels[:200])
+    factored = factored.operator(damping=0.1, relative=True, factored=True).inverse()
+
+    def kernel(model: Any, metric: Any, x: jax.Array) -> jax.Array:
+        ntk = EmpiricalNTK(model, metric=metric)
+        return ntk.diagonal(x) if is_diagonal else ntk(x)
+
+    ways = {
+        OURS: lambda model, exact, factored, x: kernel(model, exact, x),
+        PLAIN: lambda model, exact, factored, x: kernel(model, None, x),
+        FACTORED: lambda model, exact, factored, x: kernel(model, factored, x),
+    }
+    arrays, static = eqx.partition(model, eqx.is_array)
+    kind = "corrected" if corrected else "exact damping"
+    what = "diagonal" if is_diagonal else "kernel"
+    return Case(
+        f"{kind}, {what}",
+        f"{what} of {num} examples, MLP, {kind}",
+        {name: with_static(way, static) for name, way in ways.items()},
+        (arrays, exact, factored, x[:num]),
+        unbounded=(),
+        best_memory=None,
+        best_time=None,
+        limits={PLAIN: 20.0},
     )
 
 
@@ -329,9 +363,13 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
         variances(50 if quick else 1_000),
         influence(64, 8, 64) if quick else influence(1_797, 100, 256),
     ]
+    size, width = (32, 32) if quick else (512, 256)
+    kinds = [*itertools.product((False, True), (False, True))]
+    kinds = kinds[::3] if quick else kinds
+    damped_cases = [damped(size, width, *kind) for kind in kinds]
     bars = [error(cases[-1]), growth(100 if quick else 1_000)]
     measured = []
-    for one in cases:
+    for one in (*cases, *damped_cases):
         rows = measure(one, rounds=3 if quick else 9)
         measured.append((one, rows))
         bars += bars_of(one, rows)

@@ -23,7 +23,7 @@ from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._kernels.grid import Grid, Sizes
 from .._sites.cancel import cancels
-from .._sites.cost import Cost, forming_cost, gram_cost
+from .._sites.cost import Cost, forming_cost
 from .._sites.factors import Factor, Factors
 from .._sites.gram import has_gram, of_leaf, OfLeaf
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
@@ -370,8 +370,9 @@ def leaf_costs(
     both, output = (first, second), first.outputs[which]
     example, out = output.examples[-1], (*output.out, *output.parts)
 
-    def products(first: OfLeaf, second: OfLeaf) -> Cost:
-        return gram_cost(first, second, example, out) * num_pairs(grid, output)
+    def products(inner: AbstractInnerProduct, of_sides: Sequence[OfLeaf]) -> Cost:
+        first, second = of_sides
+        return inner.cost(first, second, example, out) * num_pairs(grid, output)
 
     def of_one(leaf: int, sides: list[Factors]) -> LeafCosts:
         pairs = safe_zip(both, sides)
@@ -383,7 +384,7 @@ def leaf_costs(
         # Some pairs of sites have no product of factors, so that gradients are formed.
         by_gram = math.inf
         if has_gram(*sites):
-            by_gram = products(*of_sides).time * first.inners[leaf].num_terms
+            by_gram = products(first.inners[leaf], of_sides).time
             # The Jacobian of a leaf that is only added to something is the cotangent
             # there. It is shared with the array that the leaf is added to, and kept
             # once.
@@ -398,8 +399,8 @@ def leaf_costs(
         for side, (uses, factors, _) in enumerate(of_sides):
             if side == 0 or not grid.is_same:
                 forms += forming_cost(uses, factors) * grid.num(side)
-        jacobians = (x.perturbed_itself(x.jacobian()) for x in of_sides)
-        return LeafCosts(by_gram, (forms + products(*jacobians)).time)
+        jacobians = [x.perturbed_itself(x.jacobian()) for x in of_sides]
+        return LeafCosts(by_gram, (forms + products(PlainProduct(), jacobians)).time)
 
     def count(structs: list[KeptFactors]) -> list[LeafCosts]:
         sides = [

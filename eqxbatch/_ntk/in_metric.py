@@ -13,6 +13,7 @@ from .._base.dtypes import common_dtype
 from .._base.platforms import exact_products
 from .._base.trees import safe_zip
 from .._curvature.kronecker_sums import VECTOR
+from .._curvature.spectrum import DampedProduct
 from .._sites.factors import Factors
 from .._sites.formed import gradients
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
@@ -21,6 +22,7 @@ from .._sites.program import Program
 from .._sites.site import AxisNames, leaf_site, Rule, Site
 from .._sites.table import SiteTable
 from .._sites.views import leaf_view
+from .eigenvalue_table import TableProduct
 from .metric import Metric, MetricPart
 from .product_basis import Coordinates, ProductBasis
 from .projection import Projection
@@ -63,18 +65,21 @@ class InMetric:
         if self._projects:
             return inners
         # Leaf `i` of the table has the coordinates of part `i` of the metric.
-        bases = [part.basis for part in self._metric.parts]
-        damped_leaves = {
-            leaf: (basis.damped, basis.values)
-            for leaf, (basis, uses) in enumerate(safe_zip(bases, self._uses))
-            if uses and isinstance(basis, ProductBasis) and basis.damped is not None
-        }
+        damped_leaves: dict[int, DampedProduct] = {}
+        for leaf, (part, uses) in enumerate(safe_zip(self._metric.parts, self._uses)):
+            if not uses or not isinstance(part.basis, ProductBasis):
+                continue
+            root, damped = part.basis.inner, part.basis.damped
+            if root is not None:
+                inners[leaf] = TableProduct(root)
+                if damped is not None and abs(damped.power) == 1:
+                    damped_leaves[leaf] = damped
         # For all leaves at once: these are few numbers, and many small operations.
-        scales_of_leaves = scales_of([damped for damped, _ in damped_leaves.values()])
-        both = safe_zip(scales_of_leaves, damped_leaves.items())
-        for scales, (leaf, (damped, root)) in both:
-            assert root is not None
-            inners[leaf] = SeparableProduct(damped, scales, root)
+        scales_of_leaves = scales_of([*damped_leaves.values()])
+        for scales, (leaf, damped) in safe_zip(scales_of_leaves, damped_leaves.items()):
+            table = inners[leaf]
+            assert isinstance(table, TableProduct)
+            inners[leaf] = SeparableProduct(damped, scales, table)
         return inners
 
     def pairs(
@@ -176,7 +181,8 @@ class InMetric:
             assert layout is not None
             leaves.append(jax.ShapeDtypeStruct(layout.sizes, d.dtype))
             for use, (a, d) in safe_zip(self._uses[number], pairs):
-                rule = _rule(a.shape[0], layout.sizes, use)
+                is_counted = self._parts[number].is_counted
+                rule = _rule(a.shape[0], layout.sizes, use.is_swapped, is_counted)
                 view = leaf_view(number, leaves[-1])
                 sites.append(Site(view, rule, len(cotangents), len(operands), False))
                 operands.append(a)
@@ -191,21 +197,20 @@ def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
     """
     if not isinstance(part.basis, ProductBasis) or part.basis.part != other:
         return False
-    # Counts of tokens only rescale what is looked up, so that a table that is also a
-    # last layer has gradients to be formed; and a matrix cannot rotate tokens.
-    is_counted = part.basis.inputs.ndim == 2
+    # Counts of tokens only rescale what is looked up. Else tokens are operands as
+    # others: rows of the matrix.
     is_lookup = lambda use: use.site.rule.token is not None and not use.is_swapped
-    return all(is_lookup(use) is is_counted for use in uses)
+    return not other.is_counted or all(map(is_lookup, uses))
 
 
-def _rule(num: int, shape: tuple[int, ...], use: AxisRoles) -> Rule:
+def _rule(num: int, shape: tuple[int, ...], is_swapped: bool, is_counted: bool) -> Rule:
     """A batch of matrices that meets operands, or tokens, at several positions."""
     axes, token = ("batch", "rows", "columns"), None
     of_a: AxisNames = ("position", "batch", "columns")
     of_d: AxisNames = ("position", "batch", "rows")
     # The operand has the outputs of the layout, as in a last layer that is an
     # embedding.
-    if use.is_swapped:
+    if is_swapped:
         of_a, of_d = of_d, of_a
     sizes = {"position": num, **dict(safe_zip(axes, shape))}
     # Such as `"pbc,brc->pbr"`: position, batch, rows and columns.
@@ -213,9 +218,9 @@ def _rule(num: int, shape: tuple[int, ...], use: AxisRoles) -> Rule:
     equation = f"{letters(of_a)},{letters(axes)}->{letters(of_d)}"
     op: Callable[[Any, Array], Array] = functools.partial(jnp.einsum, equation)
     # Tokens look up columns of each matrix: `[batch, rows, position]` first.
-    if use.site.rule.token is not None:
+    if is_counted:
         op = lambda tokens, w: jnp.moveaxis(jnp.take(w, tokens, axis=2), 2, 0)
         of_a, token = ("position",), "columns"
     # What the operation depends on: sites with the same key may be stacked.
-    key = f"{sizes}{token}{use.is_swapped}"
+    key = f"{sizes}{token}{is_swapped}"
     return Rule("metric", op, None, of_a, of_d, axes, sizes, token=token, key=key)

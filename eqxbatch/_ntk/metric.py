@@ -257,16 +257,10 @@ def _basis_of(spectrum: Any) -> ProductBasis | None:
         of_outputs, of_inputs = spectrum.factors
         inputs = of_inputs if inputs is None else inputs * of_inputs[:, None]
         return ProductBasis(part, outputs * of_outputs[:, None], inputs)
-    # Damped products need no formed gradients, either; they are those of the metric
-    # here, and the spectrum is that of its root.
+    # Any other eigenvalues scale coordinates of products. They are those of the metric
+    # in `damped`, and the spectrum is that of its root.
     damped = None if spectrum.damped is None else spectrum.damped.to_the(2)
-    if damped is not None and abs(damped.power) == 1:
-        inputs = jnp.ones_like(damped.inputs) if inputs is None else inputs
-        return ProductBasis(part, outputs, inputs, spectrum.values, damped)
-    # Any other eigenvalues scale coordinates that are formed; those of tokens are not.
-    return (
-        None if inputs is None else ProductBasis(part, outputs, inputs, spectrum.values)
-    )
+    return ProductBasis(part, outputs, inputs, spectrum.values, damped)
 
 
 def _times_root(root: Array, gradients: list[Array]) -> Array:

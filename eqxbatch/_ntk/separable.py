@@ -38,9 +38,11 @@ from .._base.trees import safe_zip
 from .._curvature.spectrum import DampedProduct
 from .._sites.axes import Axes, Axis, EXAMPLE
 from .._sites.cancel import is_any
+from .._sites.cost import Cost, gram_cost
 from .._sites.factors import Factor
 from .._sites.gram import gram, OfLeaf, SquaredNorms
 from .._sites.inner_product import AbstractInnerProduct
+from .eigenvalue_table import scaled, TableProduct
 
 
 # A largest eigenvalue of a usual metric, over its damping. It counts in costs only.
@@ -73,31 +75,35 @@ class SeparableProduct(AbstractInnerProduct):
 
     Gradients are in its eigenbasis.
 
-    - `root`: the roots of the eigenvalues.
+    - `table`: the eigenvalues as a table, which small layers multiply by.
     """
 
     damped: DampedProduct
     scales: Scales
-    root: Inexact[Array, "batch rows columns"]
+    table: TableProduct
 
     def gram(
         self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes
     ) -> Inexact[Array, "..."]:
+        if self._prefers_table(uses, other, example, out):
+            return self.table.gram(uses, other, example, out)
         return _sum_of_terms(
             *(self.damped, self.scales),
-            lambda *scales: gram(_scaled(uses, *scales), other, example, out),
+            lambda *scales: gram(scaled(uses, *scales), other, example, out),
             _cotangents(uses) + _cotangents(other),
         )
 
     def squares(self, uses: OfLeaf) -> SquaredNorms:
         out = (EXAMPLE, *uses.factors.outputs)
+        if self._prefers_table(uses, uses, EXAMPLE, out):
+            return self.table.squares(uses)
         # If no two terms met, the norm would be a sum of squares of entries, of which a
         # summand scales each once, as it scales one of two equal sides.
         squared = _squared(uses)
 
         def term(*scales: Array) -> tuple[Array, Array]:
-            total = gram(_scaled(uses, *scales), uses, EXAMPLE, out)
-            return total, _sum_of_entries(_scaled(squared, *scales))
+            total = gram(scaled(uses, *scales), uses, EXAMPLE, out)
+            return total, _sum_of_entries(scaled(squared, *scales))
 
         sums = _sum_of_terms(self.damped, self.scales, term, _cotangents(uses))
         total, apart = sums
@@ -105,81 +111,58 @@ class SeparableProduct(AbstractInnerProduct):
         return SquaredNorms(jnp.maximum(total, 0), jnp.maximum(apart, 0))
 
     def coordinates(self, jacobian: Factor) -> Factor:
-        return _times(jacobian, self.root)
+        return self.table.coordinates(jacobian)
+
+    def cost(self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes) -> Cost:
+        costs = (
+            self.table.cost(uses, other, example, out),
+            gram_cost(uses, other, example, out) * self.num_terms,
+        )
+        return min(costs, key=lambda cost: cost.time)
 
     @property
     def num_terms(self) -> int:
+        """How many plain products of factors take about the same time as the sum."""
         if self.damped.power == 1:
             return 2
         # As in `_cauchy`, for a spectrum that is not known before the program runs.
         span = 2 * math.asinh(math.sqrt(_USUAL)) + math.log(4)
-        return math.ceil(_rate(self.root.dtype) * span)
+        return math.ceil(_rate(self.damped.outputs.dtype) * span)
+
+    def _prefers_table(
+        self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes
+    ) -> bool:
+        by_terms = gram_cost(uses, other, example, out) * self.num_terms
+        return self.table.cost(uses, other, example, out).time < by_terms.time
 
 
 def _cotangents(uses: OfLeaf) -> list[Array]:
     return [x.array for x in uses.factors.cotangents if x is not None]
 
 
-def _scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:
-    """The leaf with its gradients, as matrices, scaled by rows and by columns."""
-    scales = {"rows": of_rows, "columns": of_columns}
-    factors = uses.factors
-    operands, cotangents = [*factors.operands], [*factors.cotangents]
-    for site in uses.sites:
-        rule = site.rule
-        assert site.operand is not None
-        a, d = operands[site.operand], cotangents[site.perturbation]
-        assert a is not None
-        assert d is not None
-        # Rows are the last axis of the cotangent, or of the operand if it is swapped.
-        d = _times(d, scales[rule.d_axes[-1]])
-        if rule.token is None:
-            operands[site.operand] = _times(a, scales[rule.a_axes[-1]])
-        else:
-            # The operand is one-hot, so that its scale is a number for each position.
-            # A token out of range looks up no row.
-            scale = scales[rule.token][0].at[a.array].get(mode="fill", fill_value=0)
-            # `[examples, outputs, positions, batch, rows]`, as the cotangent.
-            d = Factor(d.array if d.has_examples else d.array[None])
-            lead = a.array.shape[: a.has_examples] or (1,)
-            ones = (1,) * len(factors.outputs)
-            d = _times(d, scale.reshape(*lead, *ones, scale.shape[-1], 1, 1))
-        cotangents[site.perturbation] = d
-    return uses._replace(factors=factors.replaced(operands, cotangents))
-
-
-def _times(x: Factor, scale: Array) -> Factor:
-    """Scales the last axes."""
-    wide = widened(x.array)
-    scale = jnp.expand_dims(scale, range(wide.ndim - scale.ndim))
-    return x.of(wide * scale.astype(wide.dtype))
-
-
 def _squared(uses: OfLeaf) -> OfLeaf:
     """The leaf with the squares of the entries of its factors."""
     factors = uses.factors
-    is_tokens = {site.operand for site in uses.sites if site.rule.token is not None}
-    square = lambda x: x.of(jnp.square(widened(x.array)))
-    operands = [
-        x if i in is_tokens or x is None else square(x)
-        for i, x in enumerate(factors.operands)
-    ]
-    cotangents = [None if x is None else square(x) for x in factors.cotangents]
+    operands, cotangents = (
+        [None if x is None else x.of(jnp.square(widened(x.array))) for x in group]
+        for group in (factors.operands, factors.cotangents)
+    )
     return uses._replace(factors=factors.replaced(operands, cotangents))
 
 
 def _sum_of_entries(uses: OfLeaf) -> Real[Array, "n *outputs"]:
     """The sum of all entries of the gradients."""
-    # Of `d a^T`, it is `sum(d) sum(a)`; a one-hot `a` has the sum 1.
+    # Of `d a^T`, it is `sum(d) sum(a)`.
     total: Any = 0
     for site in uses.sites:
         a, d, _ = uses.factors.of(site)
         assert a is not None
-        x = jnp.sum(d.array if d.has_examples else d.array[None], axis=-1)
-        if site.rule.token is None:
-            y = jnp.sum(a.array if a.has_examples else a.array[None], axis=-1)
-            x = x * jnp.expand_dims(y, range(1, 1 + len(uses.factors.outputs)))
-        total += jnp.sum(x, axis=(-2, -1))
+        x, y = (
+            jnp.sum(factor.array if factor.has_examples else factor.array[None], -1)
+            for factor in (d, a)
+        )
+        y = jnp.expand_dims(y, range(1, 1 + len(uses.factors.outputs)))
+        total += jnp.sum(x * y, axis=(-2, -1))
     return total
 
 

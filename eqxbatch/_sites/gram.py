@@ -404,23 +404,24 @@ def squares(uses: OfLeaf) -> SquaredNorms:
 
     An axis along which no factor differs has size 1.
     """
-    uses = uses.merged()
     total, out = 0, (EXAMPLE, *uses.factors.outputs)
     for pair in gram_terms(uses, uses):
         total += jnp.real(pair.contracted(out))
-    separate = [_separate_squares(site, uses.factors) for site in uses.sites]
+    separate = [pair.contracted(out) for pair in separate_terms(uses)]
     # Rounding may leave a negative number where terms cancel.
     return SquaredNorms(jnp.maximum(total, 0), functools.reduce(jnp.add, separate))
 
 
-def _separate_squares(site: Site, factors: Factors) -> Array:
-    """The squared norms of the gradients at a site if no two positions met."""
-    side = _Side(site, factors)
-    if has_few_directions(site):
-        scaled = ScaledTerms(side.small_terms, site.rule.scale)
-    else:
-        scaled = ScaledTerms(side.terms, _scale(site))
-    return scaled.squared().contracted((EXAMPLE, *factors.outputs))
+def separate_terms(uses: OfLeaf) -> Iterator[ScaledTerms]:
+    """The terms of the squared norms at each site if no two positions met."""
+    uses = uses.merged()
+    for site in uses.sites:
+        side = _Side(site, uses.factors)
+        if has_few_directions(site):
+            scaled = ScaledTerms(side.small_terms, site.rule.scale)
+        else:
+            scaled = ScaledTerms(side.terms, _scale(site))
+        yield scaled.squared()
 
 
 def has_norms_of_factors(sites: Sequence[Site]) -> bool:

@@ -6,6 +6,7 @@ import equinox as eqx
 from jaxtyping import Array, Inexact
 
 from .axes import Axes, Axis
+from .cost import Cost, gram_cost
 from .factors import Factor
 from .gram import gram, OfLeaf, SquaredNorms, squares
 
@@ -27,10 +28,9 @@ class AbstractInnerProduct(eqx.Module):
     def coordinates(self, jacobian: Factor) -> Factor:
         """Coordinates of formed gradients whose plain inner product this is."""
 
-    @property
     @abc.abstractmethod
-    def num_terms(self) -> int:
-        """How many plain products of factors take about the same time."""
+    def cost(self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes) -> Cost:
+        """The cost of `gram`, from shapes only."""
 
 
 class PlainProduct(AbstractInnerProduct):
@@ -47,6 +47,5 @@ class PlainProduct(AbstractInnerProduct):
     def coordinates(self, jacobian: Factor) -> Factor:
         return jacobian
 
-    @property
-    def num_terms(self) -> int:
-        return 1
+    def cost(self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes) -> Cost:
+        return gram_cost(uses, other, example, out)

@@ -87,3 +87,23 @@ def of_lookup():
     settings = {"damping": 0.1, "relative": True, "factored": True}
     metric, dense = operator_of(call(model, x), True, settings)
     return model, x, metric, np.asarray(dense)
+
+
+class Tokens(eqx.Module):
+    """A table, also as a weight; groups; and a weight whose inputs come first."""
+
+    table: jax.Array
+    groups: eqx.nn.Conv1d
+    last: jax.Array
+
+    def __init__(self, key):
+        keys = jr.split(key, 3)
+        self.table = normal(keys[0], (6, 4), float)
+        self.groups = drawn(eqx.nn.Conv1d, 4, 4, 3, groups=2, padding=1, key=keys[1])
+        self.last = normal(keys[2], (4, 1, OUTPUTS), float)
+
+    def __call__(self, tokens):
+        x = self.table[tokens]
+        hidden = jnp.tanh(self.groups(x.T)).sum(1)
+        scores = jnp.tanh(self.table @ hidden)
+        return (hidden @ self.last[:, 0]) * jnp.sum(scores)

@@ -38,6 +38,7 @@ from .metric_models import (
     operator_of,
     OUTPUTS,
     subject,
+    Tokens,
 )
 from .models import float64, jacobians, pairs
 
@@ -268,26 +269,6 @@ def test_traced_metrics_that_are_wrong_give_nan():
     run = lambda metric, x: EmpiricalNTK(model, metric=metric)(x)
     wrong = np.triu(np.ones((8, 8), "float32")) + 8 * np.eye(8, dtype="float32")
     assert np.isnan(eqx.filter_jit(run)(wrong, np.ones((2, 3), "float32"))).all()
-
-
-class Tokens(eqx.Module):
-    """A table, also as a weight; groups; and a weight whose inputs come first."""
-
-    table: jax.Array
-    groups: eqx.nn.Conv1d
-    last: jax.Array
-
-    def __init__(self, key):
-        keys = jr.split(key, 3)
-        self.table = normal(keys[0], (6, 4), float)
-        self.groups = drawn(eqx.nn.Conv1d, 4, 4, 3, groups=2, padding=1, key=keys[1])
-        self.last = normal(keys[2], (4, 1, OUTPUTS), float)
-
-    def __call__(self, tokens):
-        x = self.table[tokens]
-        hidden = jnp.tanh(self.groups(x.T)).sum(1)
-        scores = jnp.tanh(self.table @ hidden)
-        return (hidden @ self.last[:, 0]) * jnp.sum(scores)
 
 
 def projected(projection, model, x):

@@ -1,7 +1,9 @@
-"""Metrics with exact damping, as sums of products of rescaled factors."""
+"""Metrics with exact damping or any eigenvalues, whose kernels form no gradients."""
 
+import contextlib
 import dataclasses
 import functools
+import types
 from unittest import mock
 
 import equinox as eqx
@@ -13,18 +15,43 @@ import pytest
 
 from eqxbatch import EmpiricalNTK, filter_kfac
 from eqxbatch._curvature.spectrum import DampedProduct
-from eqxbatch._ntk import separable
+from eqxbatch._ntk import eigenvalue_table, separable
+from eqxbatch._ntk.eigenvalue_table import TableProduct
 from eqxbatch._ntk.separable import SeparableProduct
+from eqxbatch._sites.cost import Cost
 from ..conftest import enable_x64
-from ..helpers import assert_same, drawn, normal
-from .metric_models import factors, Lookup, Net, of_lookup, operator_of, subject
+from ..helpers import assert_same, drawn, integers, normal
+from .metric_models import factors, Lookup, Net, operator_of, subject, Tokens
 from .models import cast, float64, jacobians, pairs
 
 
-# Costs would choose formed gradients for most layers of small models.
+class Marked(eqx.Module):
+    """A model whose kernels have a program for each way."""
+
+    model: eqx.Module
+    way: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return self.model(x)
+
+
+@contextlib.contextmanager
+def preferring(way):
+    """Costs would choose otherwise for most layers of small models."""
+    table, terms = {
+        "terms": (1e99, 0),
+        "table": (0.0, 1e99),
+        "formed": (1e99, 1e99),
+    }[way]
+    cost = lambda *args: Cost(table)
+    of_table = mock.patch.object(TableProduct, "cost", cost)
+    with of_table, mock.patch.object(SeparableProduct, "num_terms", terms):
+        yield
+
+
 @pytest.fixture
-def never_formed():
-    with mock.patch.object(SeparableProduct, "num_terms", 0):
+def by_terms():
+    with preferring("terms"):
         yield
 
 
@@ -103,22 +130,27 @@ def test_damping_out_of_range():
 
 
 @functools.cache
-def subjects():
-    model, tokens, *_ = of_lookup()
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
-    return {
-        Net: (*subject()[:2], factors(corrected=False)),
-        Lookup: (model, tokens, call(model, tokens)),
-    }
+def corrected(kind):
+    model = kind(jr.key(0))
+    x = integers(jr.key(2), (7, 5), 8 if kind is Lookup else 6)
+    call = filter_kfac(
+        lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)), corrected=True
+    )
+    return model, x, eqx.filter_jit(call)(model, x)
 
 
 @float64
-@pytest.mark.usefixtures("never_formed")
-@pytest.mark.parametrize("kind", (Net, Lookup))
+@pytest.mark.parametrize(
+    "kind", (Net, Lookup, pytest.param(Tokens, marks=pytest.mark.matrix))
+)
 def test_kernels_are_the_dense_product(kind):
-    # Convolutions, shared weights, tokens, a weight in both roles, and biases.
-    model, x, found = subjects()[kind]
-    metric, dense = operator_of(found, True, {"damping": 0.01})
+    # Convolutions, shared weights and biases by terms. Tokens, weights in both roles,
+    # also those of tokens, and groups by tables, a few rows at a time.
+    if kind is Net:
+        model, x, found = *subject()[:2], factors(corrected=False)
+    else:
+        model, x, found = corrected(kind)
+    metric, dense = operator_of(found, True, {"damping": 0.1})
     jac = np.asarray(jacobians(model, x))
     first = jax.device_put(np.asarray(x)[:2])
 
@@ -126,25 +158,27 @@ def test_kernels_are_the_dense_product(kind):
     def results(model, metric, x, first):
         kernel = EmpiricalNTK(model, metric=metric)
         sides = dataclasses.replace(kernel, trace_axes=(), block_size=3)(x, first)
-        return sides, kernel(x), kernel.diagonal(x)
+        return sides, kernel.diagonal(x)
 
-    sides, whole, diagonal = results(model, metric, x, first)
+    way = "terms" if kind is Net else "table"
+    small = types.SimpleNamespace(block_bytes=200)
+    of_platform = mock.patch.object(eigenvalue_table, "platform", return_value=small)
+    with preferring(way), of_platform:
+        sides, diagonal = results(Marked(model, way), metric, x, first)
     right = jac @ np.asarray(dense)
-    expected = pairs(right, jac, (-1,))
-    assert_same(sides, pairs(right, jac[:2]))
-    assert_same(whole, expected)
-    assert (np.asarray(whole) == np.asarray(whole).T).all()
-    assert_same(diagonal, np.diagonal(expected))
+    # Rounding of large derivatives reaches directions with large eigenvalues.
+    assert_same(sides, pairs(right, jac[:2]), tol=1e-11)
+    assert_same(diagonal, pairs(right, jac, (-1,), (0,)), tol=1e-11)
 
 
 @float64
-@pytest.mark.usefixtures("never_formed")
+@pytest.mark.usefixtures("by_terms")
 def test_an_operator_plus_damping_has_two_terms():
-    model, x, found = subjects()[Lookup]
+    model, x, found = *subject()[:2], factors(corrected=False)
     metric, dense = operator_of(found, False, {"damping": 0.1})
     jac = np.asarray(jacobians(model, x))
     expected = pairs(jac @ np.asarray(dense), jac)
-    assert_same(eqx.filter_jit(scores)(model, metric, x), expected)
+    assert_same(eqx.filter_jit(scores)(Marked(model, "terms"), metric, x), expected)
 
 
 class Often(eqx.Module):
@@ -154,21 +188,36 @@ class Often(eqx.Module):
         return jax.vmap(self.layer)(x).sum(0)
 
 
-@pytest.mark.parametrize("often", (False, True))
-def test_costs_choose_between_factors_and_formed_gradients(often):
-    # A wide layer that is used once keeps factors, one that is used often does not.
-    layer = drawn(eqx.nn.Linear, 40, 30, key=jr.key(0))
-    model = Often(layer) if often else layer
-    x = normal(jr.key(1), (6, 99, 40) if often else (6, 40), "float32")
-    call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
+class Summed(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jnp.sum(jnp.cosh(self.layer(x)))
+
+
+@pytest.mark.parametrize("way", ("terms", "table", "formed"))
+def test_costs_choose(way):
+    # Terms keep factors of a large layer, and a table those of many outputs. Gradients
+    # of a layer that is used often are formed.
+    layer = drawn(eqx.nn.Linear, 400, 300, key=jr.key(0))
+    model = {"terms": Summed, "table": lambda x: x, "formed": Often}[way](layer)
+    x = normal(jr.key(1), (6, 999, 400) if way == "formed" else (6, 400), "float32")
 
     def run(x):
+        call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
         metric = call(model, x).operator(damping=0.1).inverse()
         return EmpiricalNTK(model, metric=metric)(x)
 
-    with mock.patch.object(separable, "gram", side_effect=separable.gram) as gram:
+    terms = mock.patch.object(
+        separable, "_sum_of_terms", side_effect=separable._sum_of_terms
+    )
+    slices = mock.patch.object(
+        eigenvalue_table, "_in_slices", side_effect=eigenvalue_table._in_slices
+    )
+    with terms as by_terms, slices as by_table:
         jax.eval_shape(run, x)
-    assert bool(gram.call_count) is not often
+    assert bool(by_terms.call_count) is (way == "terms")
+    assert bool(by_table.call_count) is (way == "table")
 
 
 def scores(model, metric, x):
@@ -182,10 +231,10 @@ def test_rounding_is_that_of_formed_gradients():
     x = rng.normal(size=(9, 5)) * 10.0 ** rng.uniform(-3, 1, (9, 5))
     x = x.astype("float32")
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
-    found = call(model, x[:3])
-    runs = {num: eqx.filter_jit(functools.partial(scores)) for num in (0, 1e9)}
+    factors = call(model, x[:3])
+    run = eqx.filter_jit(scores)
     for damping in (1e-5, 0.1, 1e3):
-        metric = found.operator(damping=damping).inverse()
+        metric = factors.operator(damping=damping).inverse()
         with enable_x64():
             jac = np.asarray(jacobians(cast(model), x.astype(float)))
             dense = np.asarray(cast(metric).as_matrix())
@@ -193,17 +242,18 @@ def test_rounding_is_that_of_formed_gradients():
         norms = np.sqrt(np.einsum("aabb->ab", expected))
         scale = norms[:, None, :, None] * norms[None, :, None]
         errors = []
-        for num, run in runs.items():
-            with mock.patch.object(SeparableProduct, "num_terms", num):
-                error = np.asarray(run(model, metric, x), float) - expected
-                errors.append(np.max(np.abs(error) / scale))
-        ours, formed = errors
-        assert ours <= 10 * formed
+        for way in ("terms", "table", "formed"):
+            with preferring(way):
+                found = np.asarray(run(Marked(model, way), metric, x), float)
+            assert (found == found.transpose(1, 0, 3, 2)).all()
+            errors.append(np.max(np.abs(found - expected) / scale))
+        *others, formed = errors
+        assert max(others) <= 10 * formed
 
 
 @float64
-@pytest.mark.usefixtures("never_formed")
-def test_derivatives_and_maps_over_damping():
+@pytest.mark.parametrize("way", ("terms", "table"))
+def test_derivatives_and_maps_over_damping(way):
     model = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=jr.key(0))
     x = normal(jr.key(1), (4, 3), float)
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)))
@@ -215,7 +265,7 @@ def test_derivatives_and_maps_over_damping():
         if dense:
             jac = jacobians(model, x)
             return jnp.sum(jnp.sin(pairs(jac @ metric.as_matrix(), jac)))
-        return jnp.sum(jnp.sin(scores(model, metric, x)))
+        return jnp.sum(jnp.sin(scores(Marked(model, way), metric, x)))
 
     @eqx.filter_jit
     def run(args, several):
@@ -224,7 +274,8 @@ def test_derivatives_and_maps_over_damping():
         return *grads, jax.vmap(each)(several), jax.lax.map(each, several)
 
     args = model, found, jnp.asarray(1e-3)
-    got, expected, mapped, looped = run(args, jnp.asarray([1e-9, 1e-3, 10.0]))
+    with preferring(way):
+        got, expected, mapped, looped = run(args, jnp.asarray([1e-9, 1e-3, 10.0]))
     arrays = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
     assert_same(arrays(got), arrays(expected), tol=1e-8)
     assert_same(mapped, looped)
@@ -237,7 +288,7 @@ class Twice(eqx.Module):
         return self.layer(x[0]) - self.layer(x[1])
 
 
-@pytest.mark.usefixtures("never_formed")
+@pytest.mark.usefixtures("by_terms")
 def test_terms_that_cancel_in_the_metric_only():
     # A metric hides what does not cancel: an input that is large in the examples.
     rng = np.random.default_rng(0)
@@ -247,9 +298,32 @@ def test_terms_that_cancel_in_the_metric_only():
     x = x.astype("float32")
     call = filter_kfac(lambda m, x: m(x), lambda o, x: jnp.sum(o**2))
     metric = call(model, x).operator(damping=1e-2).inverse()
-    ours = np.asarray(eqx.filter_jit(scores)(model, metric, x))
+    ours = np.asarray(eqx.filter_jit(scores)(Marked(model, "terms"), metric, x))
     with enable_x64():
         jac = np.asarray(jacobians(cast(model), x.astype(float)))
         dense = np.asarray(cast(metric).as_matrix())
     expected = np.asarray(pairs(jac @ dense, jac))
     np.testing.assert_allclose(ours, expected, atol=2e-5 * expected.max(), rtol=0)
+
+
+class Small(eqx.Module):
+    layer: eqx.nn.Linear
+    way: str = eqx.field(static=True)
+
+    def __call__(self, x):
+        return 1e-21 * self.layer(x)
+
+
+def test_small_cotangents_meet_large_eigenvalues_first():
+    # Products of cotangents alone would be out of range.
+    layer = drawn(eqx.nn.Linear, 3, 2, key=jr.key(0))
+    x = np.random.default_rng(0).normal(size=(4, 3)).astype("float32")
+    call = filter_kfac(lambda m, x: 1e-9 * m(x), lambda o, x: jnp.sum(o**2))
+    metric = call(layer, x).operator(damping=1e-18).inverse()
+    kernels = []
+    for way in ("table", "formed"):
+        with preferring(way):
+            kernels.append(EmpiricalNTK(Small(layer, way), metric=metric)(x))
+    largest = np.max(kernels[1])
+    assert largest > 0
+    np.testing.assert_allclose(*kernels, rtol=0, atol=1e-5 * largest)
