@@ -194,9 +194,10 @@ def ahead_from(found: dict[str, float]) -> str:
     """
     more = found["seconds"] - found["other_seconds"]
     saved = found["other_call_seconds"] - found["call_seconds"]
-    if more <= 0:
-        return "1"
-    return f"{1 + math.ceil(more / saved):,}" if saved > 0 else "-"
+    # A first call that takes less is not ahead for long then.
+    if saved <= 0:
+        return "-"
+    return f"{1 + max(0, math.ceil(more / saved)):,}"
 
 
 def table(figures: dict[str, dict[str, float]]) -> str:

@@ -156,6 +156,7 @@ def check_record(
     saved: dict[str, Any],
     expected: dict[str, Any],
     what: str,
+    remedy: str = "Delete it, or pass another path.",
 ) -> None:
     """Raises `ValueError` if a folder belongs to something else than expected."""
     parts = [
@@ -164,10 +165,7 @@ def check_record(
         if saved.get(part) != expected.get(part)
     ]
     if parts:
-        raise ValueError(
-            f"`{name}` {what}: {path}. {'; '.join(parts)}. Delete it, or pass another "
-            "path."
-        )
+        raise ValueError(f"`{name}` {what}: {path}. {'; '.join(parts)}. {remedy}")
 
 
 def _difference(part: str, there: Any, now: Any) -> str:

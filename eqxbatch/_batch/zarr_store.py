@@ -137,7 +137,9 @@ class ZarrStore(AbstractStore):
         # Whatever can be wrong with the arrays is said before there is a folder.
         for x in arrays:
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            if is_key or np.dtype(x.dtype).kind not in "biufc":
+            # What other libraries add to NumPy, such as `float8_e5m2`, is not built in.
+            is_known = not is_key and np.dtype(x.dtype).isbuiltin == 1
+            if not is_known or np.dtype(x.dtype).kind not in "biufc":
                 raise TypeError(
                     f"zarr has no arrays of dtype {x.dtype}, which the function of the "
                     f"{x.kind} returns in output{x.path}. Cast it, to float32 for "
@@ -157,7 +159,11 @@ class ZarrStore(AbstractStore):
         if is_first:
             _make_group(zarr, path, expected)
         what = f"has another {arrays[0].kind} than this one"
-        check_record("path", path, _read_record(path), expected, what)
+        remedy = (
+            "Delete it, or pass another path. `zarr.open_group` still reads what is "
+            "finished there."
+        )
+        check_record("path", path, _read_record(path), expected, what, remedy)
         if is_first:
             group = _opened(zarr.open_group, path, mode="r+")
             for name, x in safe_zip(_names_of(arrays), arrays):
@@ -362,8 +368,12 @@ class _ZarrWriter(AbstractWriter):
         """Whether a chunk is intact. One that is damaged is removed."""
         file, has_size = self._file(chunk), self._has_size(chunk)
         if has_size:
-            # An error here says nothing about the chunk: the disk may fail.
-            data = np.frombuffer(file.read_bytes(), np.uint8)
+            # An error here says nothing about the chunk: the disk may fail. But another
+            # process may have found it damaged, and removed it.
+            try:
+                data = np.frombuffer(file.read_bytes(), np.uint8)
+            except FileNotFoundError:
+                return False
             sums = checksums(data[:-_CHECKSUM])
             if sums[-1:].tobytes() == data[-_CHECKSUM:].tobytes():
                 return _seal(chunk, sums, source(chunk)) in self.seals[chunk.array]

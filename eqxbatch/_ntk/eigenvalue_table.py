@@ -18,6 +18,7 @@ from jaxtyping import Array, Inexact
 
 from .._base.dtypes import widened
 from .._base.platforms import platform
+from .._base.trees import safe_zip
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._batch.sums import Sum
@@ -101,16 +102,20 @@ def _in_slices(pair: ScaledTerms, out: Axes) -> Array:
     present = tuple(axis for axis in out if axis in axes_in(terms))
     # Products of operands have an entry for each pair of examples and each row.
     largest = contract_cost(terms, present).largest * terms[0].array.dtype.itemsize
-    arrays = [x for x, _ in terms]
-    places = [axes.index(_ROWS) if _ROWS in axes else None for _, axes in terms]
     num = terms[-1].array.shape[1]
+    # Only what has rows is cut. On a mesh, a loop over blocks takes no other arrays.
+    cut = [i for i, (_, axes) in enumerate(terms) if _ROWS in axes]
+    places = tuple(terms[i].axes.index(_ROWS) for i in cut)
     size = max(1, int(num * platform().block_bytes / max(largest, 1)))
 
     def of_rows(rows: Rows) -> Array:
-        some = [Named(x, axes) for x, (_, axes) in zip(rows.arrays, terms, strict=True)]
-        return ScaledTerms(some, pair.scale).contracted(out)
+        of_block = [*terms]
+        for i, x in safe_zip(cut, rows.arrays):
+            of_block[i] = Named(x, terms[i].axes)
+        return ScaledTerms(of_block, pair.scale).contracted(out)
 
-    return accumulated(of_rows, Rows(arrays, tuple(places), num), size, Sum())
+    rows = Rows([terms[i].array for i in cut], places, num)
+    return accumulated(of_rows, rows, size, Sum())
 
 
 def scaled(uses: OfLeaf, of_rows: Array, of_columns: Array) -> OfLeaf:

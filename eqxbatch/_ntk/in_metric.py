@@ -19,7 +19,7 @@ from .._sites.formed import gradients
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
 from .._sites.kronecker import AxisRoles, Part, parts_of, uses_of
 from .._sites.program import Program
-from .._sites.site import AxisNames, leaf_site, Rule, Site
+from .._sites.site import AxisNames, leaf_site, positions, Rule, Site
 from .._sites.table import SiteTable
 from .._sites.views import leaf_view
 from .eigenvalue_table import TableProduct
@@ -197,10 +197,19 @@ def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
     """
     if not isinstance(part.basis, ProductBasis) or part.basis.part != other:
         return False
-    # Counts of tokens only rescale what is looked up. Else tokens are operands as
-    # others: rows of the matrix.
-    is_lookup = lambda use: use.site.rule.token is not None and not use.is_swapped
-    return not other.is_counted or all(map(is_lookup, uses))
+    of_tokens = [use.site for use in uses if use.site.rule.token is not None]
+    # Counts of tokens only rescale what is looked up.
+    if other.is_counted:
+        return len(of_tokens) == len(uses) and not any(x.is_swapped for x in uses)
+    # Else tokens are operands as others: rows of the matrix, one for each position. A
+    # gradient has one for each output.
+    assert other.layout is not None
+    num = max(map(_num_positions, of_tokens), default=0)
+    return num <= other.layout.sizes.outputs
+
+
+def _num_positions(site: Site) -> int:
+    return math.prod(site.sizes[axis] for axis in positions(site))
 
 
 def _rule(num: int, shape: tuple[int, ...], is_swapped: bool, is_counted: bool) -> Rule:

@@ -122,6 +122,27 @@ def test_damaged_chunks(how, getkey, tmp_path):
     assert chunks(tmp_path) == undisturbed
 
 
+def test_a_chunk_that_another_process_removes_is_written_again(
+    getkey, tmp_path, monkeypatch
+):
+    x = normal(getkey(), (4, 3))
+    batched = filter_batch_kernel(rbf, block_size=2, store=ZarrStore(tmp_path))
+    batched(x)
+    whole = chunks(tmp_path)
+    read = pathlib.Path.read_bytes
+
+    def removed(path):
+        # It found the chunk damaged, after this one saw its size.
+        if path.parts[-2:] == ("1", "0"):
+            path.unlink()
+        return read(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pathlib.Path, "read_bytes", removed)
+        batched(x)
+    assert chunks(tmp_path) == whole
+
+
 @pytest.mark.versions
 @pytest.mark.parametrize(
     "error", (OSError(errno.EIO, "no disk"), MemoryError("no memory"))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.random as jr
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqxbatch import EmpiricalNTK, filter_kfac
 from eqxbatch._curvature.spectrum import DampedProduct
@@ -20,7 +21,7 @@ from eqxbatch._ntk.eigenvalue_table import TableProduct
 from eqxbatch._ntk.separable import SeparableProduct
 from eqxbatch._sites.cost import Cost
 from ..conftest import enable_x64
-from ..helpers import assert_same, drawn, integers, normal
+from ..helpers import assert_same, drawn, integers, make_mesh, normal, spread
 from .metric_models import factors, Lookup, Net, operator_of, subject, Tokens
 from .models import cast, float64, jacobians, pairs
 
@@ -46,6 +47,14 @@ def preferring(way):
     cost = lambda *args: Cost(table)
     of_table = mock.patch.object(TableProduct, "cost", cost)
     with of_table, mock.patch.object(SeparableProduct, "num_terms", terms):
+        yield
+
+
+@pytest.fixture
+def few_rows():
+    """Tables are multiplied by a few rows at a time."""
+    small = types.SimpleNamespace(block_bytes=200)
+    with mock.patch.object(eigenvalue_table, "platform", return_value=small):
         yield
 
 
@@ -140,6 +149,7 @@ def corrected(kind):
 
 
 @float64
+@pytest.mark.usefixtures("few_rows")
 @pytest.mark.parametrize(
     "kind", (Net, Lookup, pytest.param(Tokens, marks=pytest.mark.matrix))
 )
@@ -161,14 +171,41 @@ def test_kernels_are_the_dense_product(kind):
         return sides, kernel.diagonal(x)
 
     way = "terms" if kind is Net else "table"
-    small = types.SimpleNamespace(block_bytes=200)
-    of_platform = mock.patch.object(eigenvalue_table, "platform", return_value=small)
-    with preferring(way), of_platform:
+    with preferring(way):
         sides, diagonal = results(Marked(model, way), metric, x, first)
     right = jac @ np.asarray(dense)
     # Rounding of large derivatives reaches directions with large eigenvalues.
     assert_same(sides, pairs(right, jac[:2]), tol=1e-11)
     assert_same(diagonal, pairs(right, jac, (-1,), (0,)), tol=1e-11)
+
+
+@float64
+@pytest.mark.devices
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("kind", spread((AxisType.Explicit, AxisType.Auto), 1))
+def test_tables_on_devices(kind):
+    # A few rows at a time; each device has some of the examples.
+    model = drawn(eqx.nn.MLP, 3, 2, 4, 1, jnp.tanh, key=jr.key(0))
+    x = normal(jr.key(1), (4, 3), float)
+    call = filter_kfac(
+        lambda m, x: m(x), lambda o, x: jnp.sum(jnp.cosh(o)), corrected=True
+    )
+    metric, dense = operator_of(eqx.filter_jit(call)(model, x), True, {"damping": 0.1})
+    jac = np.asarray(jacobians(model, x))
+    expected = pairs(jac @ np.asarray(dense), jac)
+    mesh, axis = make_mesh(kind, (2,)), PartitionSpec("data")
+    own = jax.shard_map(
+        lambda x, y: scores(Marked(model, "table"), metric, x, y),
+        mesh=mesh,
+        in_specs=(axis, PartitionSpec()),
+        out_specs=axis,
+    )
+    placed = jax.device_put(x, NamedSharding(mesh, axis))
+    with preferring("table"):
+        whole = eqx.filter_jit(scores)(Marked(model, "table"), metric, placed)
+        kernels = whole, jax.jit(own)(placed, x)
+    for kernel in jax.device_get(kernels):
+        np.testing.assert_allclose(kernel, expected, rtol=1e-11, atol=1e-13)
 
 
 @float64
@@ -220,8 +257,8 @@ def test_costs_choose(way):
     assert bool(by_table.call_count) is (way == "table")
 
 
-def scores(model, metric, x):
-    return EmpiricalNTK(model, metric=metric, trace_axes=())(x)
+def scores(model, metric, *examples):
+    return EmpiricalNTK(model, metric=metric, trace_axes=())(*examples)
 
 
 def test_rounding_is_that_of_formed_gradients():
