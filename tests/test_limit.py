@@ -12,7 +12,7 @@ import jax.random as jr
 import pytest
 
 import eqxbatch as eb
-from benchmarks import chart, grid, harness, limit, work
+from benchmarks import chart, harness, limit, work
 from benchmarks.limit import NoLimit, Rates, Share, Shares, Work
 from benchmarks.work import Site
 
@@ -295,17 +295,6 @@ def test_each_suite_makes_the_column_or_has_a_reason(suite):
     makes = not calls.isdisjoint({"results", "harness.results", "shares.table"})
     makes = makes or "close.table" in calls
     assert makes != has_reason
-
-
-def test_a_suite_runs(monkeypatch):
-    monkeypatch.setattr(harness, "_judges_times", False)
-    monkeypatch.setattr(harness, "machine", dict)
-    monkeypatch.setattr(harness, "describe", lambda where: "Here.")
-    figures, text, _ = grid.run(quick=True)
-    limit.check(text, None)
-    jobs = figures["limit"]["jobs"]
-    assert set(jobs) == set(figures["cases"])
-    assert all(math.isnan(job["of_limit"]) for job in jobs.values())
 
 
 def test_sentence_of_the_first_page():
