@@ -137,8 +137,8 @@ class ZarrStore(AbstractStore):
         # Whatever can be wrong with the arrays is said before there is a folder.
         for x in arrays:
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-            # What other libraries add to NumPy, such as `float8_e5m2`, is not built in.
-            is_known = not is_key and np.dtype(x.dtype).isbuiltin == 1
+            # What other libraries add to NumPy may have the kind of floats, too.
+            is_known = not is_key and np.dtype(x.dtype).type.__module__ == "numpy"
             if not is_known or np.dtype(x.dtype).kind not in "biufc":
                 raise TypeError(
                     f"zarr has no arrays of dtype {x.dtype}, which the function of the "
