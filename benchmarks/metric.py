@@ -158,7 +158,7 @@ def damped(num: int, width: int, corrected: bool, is_diagonal: bool) -> Case:
         f"{what} of {num} examples, MLP, {kind}",
         {name: with_static(way, static) for name, way in ways.items()},
         (arrays, exact, factored, x[:num]),
-        NoLimit("the number of terms of a metric with damping is not one of shapes"),
+        NoLimit("terms and tables of metrics with damping are not counted"),
         unbounded=(),
         best_memory=None,
         best_time=None,

@@ -243,7 +243,7 @@ class OverBatches(AbstractTransform):
                 f"weights of its examples last, such as `(x, weights)`; got "
                 f"{described(batch)}."
             )
-        batch = self._moved(batch)
+        batch = moved(batch, self.sharding)
         # Only types matter, so the program that begins the passes reads no batch.
         leaves, treedef = jtu.tree_flatten(jtu.tree_map(type_of_leaf, batch))
         args = tuple(leading), batch
@@ -286,7 +286,8 @@ class OverBatches(AbstractTransform):
         """The state with one more batch, the last argument, and its rows."""
         check_state(state)
         *leading, batch = args
-        call = self._updates(tuple(leading), state).call(self._moved(batch), number)
+        batch = moved(batch, self.sharding)
+        call = self._updates(tuple(leading), state).call(batch, number)
         passes, rows = updated(call, state.passes)
         return dataclasses.replace(state, passes=passes), rows
 
@@ -408,7 +409,7 @@ class OverBatches(AbstractTransform):
         batches = Slices(examples, self.batch_size, is_stored=True)
         _check_concrete((leading, examples))
         with naming_batch(0):
-            batch = self._moved(batches[0], np.asarray)
+            batch = moved(batches[0], self.sharding, np.asarray)
             state = self.init(*leading, batch)
         result = self._finished(state, leading)
         leaves = jtu.tree_leaves(result)
@@ -451,8 +452,8 @@ class OverBatches(AbstractTransform):
             for number in numbers:
                 with naming_batch(number):
                     batch = batches[number]
-                    moved = self._moved(batch, np.asarray)
-                    state, rows = self.update(state, *leading, moved)
+                    placed = moved(batch, self.sharding, np.asarray)
+                    state, rows = self.update(state, *leading, placed)
                 _check_concrete(rows)  # The transform may close over traced arrays.
                 for x in rows:
                     x.copy_to_host_async()
@@ -482,9 +483,6 @@ class OverBatches(AbstractTransform):
         transform: Any = self.transform
         return resolved(transform)
 
-    def _moved(self, batch: PyTree, of_host: Callable = copied) -> tuple:
-        return moved(batch, self.sharding, of_host)
-
     def _each(self, batches: PyTree) -> Iterator[tuple[tuple, bool]]:
         """The batches on the device, and whether a loader may still write to them.
 
@@ -498,11 +496,7 @@ class OverBatches(AbstractTransform):
             # What is on disk was copied as it was read.
             batches, of_host = Slices(batches, self.batch_size), np.asarray
             is_shared = False
-        iterator, promised, sharding = (
-            iterate(batches),
-            length_of(batches),
-            self.sharding,
-        )
+        iterator, promised = iterate(batches), length_of(batches)
         hint = operator.length_hint(batches) or None
         with metered(self.progress, hint, 0, *_TEXTS) as step:
             for i in itertools.count():
@@ -520,7 +514,7 @@ class OverBatches(AbstractTransform):
                     are_of_jax = [
                         isinstance(x, jax.Array) for x in jtu.tree_leaves(batch)
                     ]
-                    batch = moved(batch, sharding, of_host)
+                    batch = moved(batch, self.sharding, of_host)
                 yield batch, is_shared and any(are_of_jax)
                 step(0)
 

@@ -390,8 +390,9 @@ class _ZarrWriter(AbstractWriter):
             full = np.zeros(array.sizes, values.dtype)
             full[tuple(map(slice, values.shape))] = values
             values = full
-        # Bytes of another dtype would be other numbers.
-        dtype = np.dtype(array.dtype).newbyteorder("<")
+        # Bytes of another dtype would be other numbers. The metadata of zarr name the
+        # byte order of the machine, its default.
+        dtype = np.dtype(array.dtype).newbyteorder("=")
         return bytes_of(values.astype(dtype, copy=False))
 
     def _bytes(self, chunk: Chunk) -> int:

@@ -97,7 +97,7 @@ def _with_table(
 
 
 def _in_slices(pair: ScaledTerms, out: Axes) -> Array:
-    """The contraction, for as many rows at a time as fit into the cache."""
+    """The contraction, for as many rows at a time as a block may have."""
     terms = pair.terms
     present = tuple(axis for axis in out if axis in axes_in(terms))
     # Products of operands have an entry for each pair of examples and each row.

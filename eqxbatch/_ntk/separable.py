@@ -114,11 +114,9 @@ class SeparableProduct(AbstractInnerProduct):
         return self.table.coordinates(jacobian)
 
     def cost(self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes) -> Cost:
-        costs = (
-            self.table.cost(uses, other, example, out),
-            gram_cost(uses, other, example, out) * self.num_terms,
-        )
-        return min(costs, key=lambda cost: cost.time)
+        by_table = self.table.cost(uses, other, example, out)
+        by_terms = self._cost_of_terms(uses, other, example, out)
+        return min(by_table, by_terms, key=lambda cost: cost.time)
 
     @property
     def num_terms(self) -> int:
@@ -132,8 +130,13 @@ class SeparableProduct(AbstractInnerProduct):
     def _prefers_table(
         self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes
     ) -> bool:
-        by_terms = gram_cost(uses, other, example, out) * self.num_terms
+        by_terms = self._cost_of_terms(uses, other, example, out)
         return self.table.cost(uses, other, example, out).time < by_terms.time
+
+    def _cost_of_terms(
+        self, uses: OfLeaf, other: OfLeaf, example: Axis, out: Axes
+    ) -> Cost:
+        return gram_cost(uses, other, example, out) * self.num_terms
 
 
 def _cotangents(uses: OfLeaf) -> list[Array]:
