@@ -139,8 +139,15 @@ def _has_no_result(eqn: Eqn) -> bool:
 
 def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
     """The object in a file. Raises `ValueError` if the file is damaged."""
+    return parsed_json(name, str(file), file.read_bytes(), remedy)
+
+
+def parsed_json(
+    name: str, file: str, data: bytes, remedy: str
+) -> dict[str, Any]:
+    """The object that a file contains. Raises `ValueError` if the file is damaged."""
     try:
-        record = json.loads(file.read_text())
+        record = json.loads(data)
         if not isinstance(record, dict):
             raise ValueError(f"got a {type(record).__name__}")
     except ValueError as e:
@@ -152,7 +159,7 @@ def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
 
 def check_record(
     name: str,
-    path: pathlib.Path,
+    path: pathlib.Path | str,
     saved: dict[str, Any],
     expected: dict[str, Any],
     what: str,

@@ -72,7 +72,7 @@ def _as_store(store: Store | None) -> AbstractStore | None:
     made = None if store is None else as_store(store)
     if made == "device":
         raise ValueError(
-            "`store` must be 'host', a path on disk, or a store; got 'device'. Leave "
+            "`store` must be 'host', a path, a URL such as 's3://bucket/kernel', or a store; got 'device'. Leave "
             "it out to keep all rows in memory."
         )
     return made

@@ -202,7 +202,8 @@ class BatchKernel(AbstractBatchKernel[_X1, _X2, P, Out], AbstractStored):
         have devices of all processes, or only of the one that calls it.
     - `mesh_axis`: the name of the mesh axis; optional if there is only one.
     - `store`: where the kernel is stored: `"device"`, `"host"` for NumPy arrays in host
-        memory, or a path for arrays on disk, where a run can be resumed. Or an
+        memory, or a path for arrays on disk, where a run can be resumed. Or the URL of
+        a bucket and a prefix, such as `"s3://bucket/kernel"`, or a store of zarr. Or an
         [`eqxbatch.HostStore`][] or [`eqxbatch.ZarrStore`][], whose settings a path
         leaves at their defaults.
     - `progress`: True for a progress bar, an [`eqxbatch.TqdmProgressMeter`][], which
