@@ -111,6 +111,23 @@ def check_store() -> None:
     np.testing.assert_allclose(batched(x)[...], x @ x.T)
 
 
+def check_cloud() -> None:
+    """A kernel is written to a store of obstore, and URLs are opened."""
+    import numpy as np
+    import obstore.store
+    import zarr
+
+    import eqxbatch
+
+    x = np.arange(15.0).reshape(5, 3)
+    store = zarr.storage.ObjectStore(obstore.store.MemoryStore())
+    batched = eqxbatch.filter_batch_kernel(
+        lambda x, y: x @ y.T, block_size=2, store=store
+    )
+    np.testing.assert_allclose(batched(x)[...], x @ x.T)
+    assert obstore.store.from_url("s3://bucket/kernel").prefix == "kernel"
+
+
 def check_progress() -> None:
     """A progress bar counts the blocks of a kernel."""
     import contextlib
@@ -236,6 +253,7 @@ def run_tools(*names: str) -> None:
 CHECKS = {
     NONE: check_none,
     "store": check_store,
+    "cloud": check_cloud,
     "progress": check_progress,
     "linalg": check_linalg,
     "examples": check_examples,

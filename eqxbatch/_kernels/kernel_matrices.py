@@ -41,6 +41,7 @@ from .kernel import AbstractBlockKernel, compared_step, is_close
 from .on_devices import MeshAxis
 from .on_host import check_solve, Destination
 from .reductions import AbstractTwoSided, KernelProduct
+from .team import Team
 
 
 class AbstractKernelMatrix(eqx.Module):
@@ -52,6 +53,11 @@ class AbstractKernelMatrix(eqx.Module):
 
     struct: jax.ShapeDtypeStruct = eqx.field(static=True)
     is_hermitian: bool = eqx.field(static=True)
+
+    @property
+    @abc.abstractmethod
+    def team(self) -> Team:
+        """The processes that have to compute a product together."""
 
     @abc.abstractmethod
     def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
@@ -142,6 +148,10 @@ class ComputedMatrix(AbstractKernelMatrix):
         is_ours = isinstance(transform.kernel_fn, AbstractKernelFunction)
         is_known = mirror is True or (mirror is not None and is_ours)
         self.is_hermitian = kernel.is_same and is_known
+
+    @property
+    def team(self) -> Team:
+        return Team(self.mesh_axis)
 
     def stored(self, store: AbstractStore, meter: AbstractProgressMeter | None) -> Any:
         """The matrix in a store."""
@@ -245,10 +255,17 @@ class Reader:
     - `is_hermitian`: whether the tiles below the diagonal are mirror images of those
         above it. Only tiles on and above the diagonal are then read.
     - `is_checked`: whether tiles on the diagonal are compared with their mirror images.
+    - `team`: the processes of which each reads a share of the tiles.
     """
 
-    def __init__(self, array: Any, is_hermitian: bool, is_checked: bool = False):
-        self.array = array
+    def __init__(
+        self,
+        array: Any,
+        is_hermitian: bool,
+        is_checked: bool = False,
+        team: Team | None = None,
+    ):
+        self.array, self.team = array, team or Team(None)
         rows, columns = array.shape
         self.shape: tuple[int, int] = rows, columns
         # JAX has no arrays of the other byte order.
@@ -295,9 +312,12 @@ class Reader:
         check_equal("Slices of a stored kernel", entries.shape, tuple(shape))
         return entries
 
-    def _tiles(self) -> Iterator[tuple[_Piece, np.ndarray]]:
-        """The tiles; the next ones are read ahead."""
-        pieces = [(piece,) for piece in self._pieces()]
+    def _tiles(
+        self, rank: int = 0, num: int = 1
+    ) -> Iterator[tuple[_Piece, np.ndarray]]:
+        """The tiles, or those of a process; the next ones are read ahead."""
+        # In turn, because rows of a triangle have tiles of different numbers.
+        pieces = [(piece,) for piece in self._pieces()[rank::num]]
         is_in_memory = isinstance(self.array, np.ndarray)
         tiles = in_threads(self._read, pieces, _AHEAD)
         # In memory, there is nothing to wait for.
@@ -305,19 +325,37 @@ class Reader:
         yield from ((*piece, tile) for piece, tile in safe_zip(pieces, tiles))
 
     def product(
-        self, vectors: Shaped[np.ndarray, "n k"], *, is_transposed: bool = False
+        self,
+        vectors: Shaped[np.ndarray, "n k"],
+        *,
+        is_transposed: bool = False,
+        is_shared: bool = False,
     ) -> Shaped[np.ndarray, "m k"]:
         """The product with vectors, or that of the transpose.
 
         Tiles are multiplied in the dtype of `vectors` or their own, whichever is wider,
-        and added up in float64.
+        and added up in float64. With `is_shared`, all processes must call it.
         """
+        if not is_shared:
+            return self._partial(vectors, is_transposed, 0, 1)
+        team = self.team
+        share = lambda: self._partial(vectors, is_transposed, team.rank, team.num)
+        return team.total(team.together(share))
+
+    def _partial(
+        self,
+        vectors: Shaped[np.ndarray, "n k"],
+        is_transposed: bool,
+        rank: int,
+        num_processes: int,
+    ) -> Shaped[np.ndarray, "m k"]:
+        """The product with the tiles of a process, which is a summand of the whole."""
         num = self.shape[1 if is_transposed else 0]
         dtype = np.result_type(_multiplied(self.dtype), vectors.dtype)
         vectors = vectors.astype(dtype, copy=False)
         wide = np.result_type(dtype, np.float64)
         total = np.zeros((num, vectors.shape[1]), wide)
-        for (rows, columns), tile in self._tiles():
+        for (rows, columns), tile in self._tiles(rank, num_processes):
             tile = tile.astype(dtype, copy=False)
             if is_transposed and self.is_hermitian:
                 # The transpose of a Hermitian matrix is its conjugate.
@@ -418,9 +456,16 @@ class StoredMatrix(AbstractKernelMatrix):
         self.struct = jax.ShapeDtypeStruct(reader.shape, dtype)
         self.is_hermitian = reader.is_hermitian
 
+    @property
+    def team(self) -> Team:
+        return self.reader.team
+
     def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         if isinstance(vectors, np.ndarray):
-            return self.reader.product(vectors, is_transposed=is_transposed)
+            # Within a program, other processes may not be there at the same time.
+            return self.reader.product(
+                vectors, is_transposed=is_transposed, is_shared=True
+            )
         dtype = jnp.result_type(self.struct.dtype, vectors.dtype)
         vectors = vectors.astype(dtype)
         if isinstance(vectors, Tracer):
@@ -508,6 +553,10 @@ class MatrixView(AbstractKernelMatrix):
         if change == "is_transposed":
             struct = jax.ShapeDtypeStruct(struct.shape[::-1], struct.dtype)
         return MatrixView(struct, matrix.is_hermitian, matrix, **changes)
+
+    @property
+    def team(self) -> Team:
+        return self.original.team
 
     def _conj(self, x: Any) -> Any:
         return x.conj() if self.is_conjugate else x

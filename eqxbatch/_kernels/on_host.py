@@ -14,7 +14,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -39,6 +38,7 @@ from .grid import Grid, Tile
 from .kernel import AbstractBlockKernel, KernelLeaf
 from .on_devices import check_closed_over, MeshAxis, on_each_device
 from .sides import Stored
+from .team import Team
 
 
 class Destination(NamedTuple):
@@ -273,71 +273,16 @@ def _step(operands: _Step, states: States) -> _Stepped:
         return _Stepped(tiles.update(states, tile, pair, is_diagonal), num_nans)
 
 
-class _Team:
-    """The devices and processes that compute a kernel together.
-
-    - `devices`: the devices of this process.
-    - `rank`, `num`: the index of this process and the number of processes.
-    """
-
-    def __init__(self, mesh_axis: MeshAxis | None, store: AbstractStore):
-        self.devices: list = []
-        self.rank, self.num = 0, 1
-        # Without a mesh, this process works alone, on the default device.
-        if mesh_axis is None:
-            return
-        mesh = mesh_axis.mesh
-        axis = mesh.axis_names.index(mesh_axis.name)
-        # Devices along other axes would repeat the same work.
-        line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh_axis.num, -1)[:, 0]
-        processes = sorted({device.process_index for device in line})
-        this = jax.process_index()
-        self.devices = [device for device in line if device.process_index == this]
-        self.num = len(processes)
-        # All processes meet whenever there are several, so they must fail together.
-        is_of_all = self.num in (1, jax.process_count())
-        is_shared = self.num == 1 or store.is_shared
-        if this not in processes or not is_of_all or not is_shared:
-            raise ValueError(
-                f"The `mesh` has devices of {self.num} of {jax.process_count()} "
-                "processes, which each have memory of their own. Use `store='device'` "
-                "or a `ZarrStore` on a disk that all of them see, and a mesh with "
-                "devices of all processes."
-            )
-        self.rank = processes.index(this)
-
-    def together(self, run: Callable[[], Any] = lambda: None) -> Any:
-        """The result of a function, once all processes have called theirs.
-
-        Raises in all of them if one has failed.
-        """
-        error = result = None
-        try:
-            result = run()
-        except Exception as e:
-            error = e
-        if self.num > 1:
-            # One that failed takes part, too: all others would wait for it forever.
-            flags = multihost_utils.process_allgather(np.array(error is not None))
-            if error is None and np.any(flags):
-                failed = np.flatnonzero(flags).tolist()
-                error = RuntimeError(
-                    f"A kernel is computed by {self.num} processes together, of which "
-                    f"{failed} failed. See what they raised."
-                )
-        if error is not None:
-            raise error
-        return result
-
-    def begin(self, make: Callable[[bool], AbstractWriter]) -> AbstractWriter:
-        """Runs a function in the first process before all others."""
-        # The first process makes the store, which the others then find and open.
-        if self.rank > 0:
-            self.together()
-        made = self.together(lambda: make(self.rank == 0))
-        if self.rank == 0 and self.num > 1:
-            self.together()
-        return made
+def _team(mesh_axis: MeshAxis | None, store: AbstractStore) -> Team:
+    """Those who compute a kernel into a store together."""
+    team = Team(mesh_axis)
+    if team.num > 1 and not store.is_shared:
+        raise ValueError(
+            f"The `mesh` has devices of {team.num} processes, which each have memory "
+            "of their own. Use `store='device'`, or a `ZarrStore` on a disk or in a "
+            "bucket that all of them see."
+        )
+    return team
 
 
 def to_store(
@@ -348,7 +293,7 @@ def to_store(
     """The arrays of a kernel, in a store."""
     store, meter = destination.store, destination.meter
     assert isinstance(store, AbstractStore)
-    team = _Team(destination.mesh_axis, store)
+    team = _team(destination.mesh_axis, store)
     arrays = _stored_arrays(kernel.leaves, kernel.grid)
     mark = lambda: _fingerprint(kernel)
     writer = team.begin(functools.partial(store.begin, arrays, mark))
@@ -409,7 +354,7 @@ def _write(
     arrays: list[StoredArray],
     writer: AbstractWriter,
     meter: AbstractProgressMeter | None,
-    team: _Team,
+    team: Team,
 ) -> None:
     """Computes the tiles that the store lacks, and writes them."""
     kernel, grid, leaves = blocks.kernel, blocks.grid, blocks.kernel.leaves

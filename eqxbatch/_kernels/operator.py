@@ -25,6 +25,8 @@ from .kernel_matrices import (
     Reader,
     StoredMatrix,
 )
+from .on_devices import check_mesh
+from .team import Team
 
 
 # The settings of `filter_batch_kernel` that an operator takes, too.
@@ -58,7 +60,8 @@ class KernelOperator(AbstractTaggedOperator):
         arrays are copied. With a `store`, they can be on disk, as for
         [`eqxbatch.filter_batch_kernel`][].
     - `block_size`, `pairwise`, `in_axes`, `mesh`, `mesh_axis`: as for
-        [`eqxbatch.filter_batch_kernel`][]. A stored kernel does not take them.
+        [`eqxbatch.filter_batch_kernel`][]. Of these, a stored kernel takes a mesh: each
+        of its processes reads and multiplies a share of the blocks.
     - `symmetric`: a bool or None, as for [`eqxbatch.filter_batch_kernel`][]. With
         `True`, only half of a stored kernel is read.
     - `store`: `"host"`, a path or a store, as for [`eqxbatch.filter_batch_kernel`][].
@@ -146,7 +149,11 @@ class KernelOperator(AbstractTaggedOperator):
             # Products read the stored kernel. A column is computed where examples can
             # be had again, because reading it takes all tiles that it passes.
             if is_stored:
-                reader = Reader(computed.stored(store, meter), computed.is_hermitian)
+                reader = Reader(
+                    computed.stored(store, meter),
+                    computed.is_hermitian,
+                    team=computed.team,
+                )
                 self.matrix = StoredMatrix(reader, None if reads else computed)
         # What is known of the kernel is said to lineax, for its solvers to choose by.
         self.tags = as_tags(tags)
@@ -216,12 +223,14 @@ def _stored_matrix(
 ) -> StoredMatrix:
     """The matrix of a kernel that is stored already."""
     check_stored(array)
+    settings = dict(settings)
+    mesh_axis = check_mesh(settings.pop("mesh", None), settings.pop("mesh_axis", None))
     # None and False are what arguments are that nobody passed.
     names = [name for name, x in settings.items() if x is not None and x is not False]
     if names:
         raise ValueError(
-            "A kernel that is stored takes no other settings than `symmetric` and "
-            f"`tags`; got `{'`, `'.join(names)}`. Pass `x1` with a kernel function."
+            "A kernel that is stored takes no other settings than `symmetric`, `tags` "
+            f"and `mesh`; got `{'`, `'.join(names)}`. Pass `x1` with a kernel function."
         )
     is_hermitian = symmetric is True
     if is_hermitian and array.shape[0] != array.shape[1]:
@@ -230,7 +239,10 @@ def _stored_matrix(
         )
     # The host multiplies what is stored.
     array = np.asarray(array) if isinstance(array, jax.Array) else array
-    return StoredMatrix(Reader(array, is_hermitian, is_checked=is_hermitian))
+    reader = Reader(
+        array, is_hermitian, is_checked=is_hermitian, team=Team(mesh_axis)
+    )
+    return StoredMatrix(reader)
 
 
 # lineax finds by type what it cannot do by products.

@@ -19,11 +19,12 @@ from .._base.types import AnyArray, check_types, checked
 from .._batch.fingerprint import digest
 from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
 from .._batch.reading import as_numpy
+from .kernel_matrices import AbstractKernelMatrix, StoredMatrix
+from .led import led
 from .on_host import check_solve
 
 
 if TYPE_CHECKING:
-    from .kernel_matrices import AbstractKernelMatrix
     from .operator import KernelOperator
 from .conjugate_gradients import (
     Checkpoint,
@@ -166,34 +167,38 @@ def kernel_solve(
     meter = as_meter(progress)
     if meter is not None:
         _check_meter(meter)
-    # A folder may be of another system, whose state would not be a start.
-    saved = None
-    if checkpoint is not None:
-        problem = {
-            "shape": list(right.shape),
-            "y": digest(right),
-            "ridge": ridge,
-            "preconditioner_rank": rank,
-            "rtol": rtol,
-            "kernel": f"{operator.matrix.struct.dtype}",
-        }
-        saved = Checkpoint(checkpoint, problem)
-    # Single precision has a narrow range, so that columns are scaled to about 1.
-    factor = _factor(operator, rank, saved)
-    sizes = _column_scales(right)
-    right = right / sizes
-    method = ConjugateGradients(
-        _ridged_product(operator, ridge), _preconditioner(factor, ridge), right, rtol
-    )
-    probe = lambda: _probe(operator.matrix)
-    state = _solved(method, initial(right), max_steps, meter, saved, probe)
+    problem = {
+        "shape": list(right.shape),
+        "y": digest(right),
+        "ridge": ridge,
+        "preconditioner_rank": rank,
+        "rtol": rtol,
+        "kernel": f"{operator.matrix.struct.dtype}",
+    }
+
+    def solve(matrix: AbstractKernelMatrix) -> list[np.ndarray]:
+        # A folder may be of another system, whose state would not be a start.
+        saved = None if checkpoint is None else Checkpoint(checkpoint, problem)
+        factor = _factor(matrix, rank, saved)
+        # Single precision has a narrow range, so that columns are scaled to about 1.
+        sizes = _column_scales(right)
+        method = ConjugateGradients(
+            _ridged_product(matrix, ridge),
+            _preconditioner(factor, ridge),
+            right / sizes,
+            rtol,
+        )
+        probe = lambda: _probe(matrix)
+        begin = initial(right / sizes)
+        state = _solved(method, begin, max_steps, meter, saved, probe)
+        residuals, num = method.residuals(state), np.int64(state.num_products)
+        return [state.solution * sizes, residuals[None], num[None, None]]
+
+    solution, residuals, num = led(operator.matrix, solve)
     # Weights have the dtype that kernel and right-hand sides promote to.
-    solution = state.solution * sizes
     weights = jnp.asarray(solution.astype(dtype)).reshape(y.shape)
-    residuals = method.residuals(state).astype(weights.real.dtype)
-    return KernelSolution(
-        weights, jnp.asarray(residuals).reshape(y.shape[1:]), state.num_products
-    )
+    residuals = jnp.asarray(residuals.astype(weights.real.dtype))
+    return KernelSolution(weights, residuals.reshape(y.shape[1:]), int(num[0, 0]))
 
 
 def _as_operator(
@@ -277,7 +282,7 @@ class _Probe(NamedTuple):
     tolerance: float
 
 
-def _probe(matrix: "AbstractKernelMatrix") -> _Probe:
+def _probe(matrix: AbstractKernelMatrix) -> _Probe:
     struct = matrix.struct
     # The same vector in every run, so that products of two runs can be compared.
     vector = np.random.default_rng(0).standard_normal((struct.shape[0], 1))
@@ -302,10 +307,8 @@ def _check_same_kernel(saved: np.ndarray, image: np.ndarray, tolerance: float) -
         )
 
 
-def _default_rtol(matrix: "AbstractKernelMatrix") -> float:
+def _default_rtol(matrix: AbstractKernelMatrix) -> float:
     """What the residuals of products with a kernel can reach, for most kernels."""
-    from .kernel_matrices import StoredMatrix
-
     # Products are in float64 there; otherwise, they have the digits of the kernel.
     if isinstance(matrix, StoredMatrix) or jnp.zeros(()).dtype == jnp.float64:
         return 1e-6
@@ -396,8 +399,7 @@ def _check_meter(meter: AbstractProgressMeter) -> None:
         ) from None
 
 
-def _ridged_product(operator: "KernelOperator", ridge: float) -> Product:
-    matrix = operator.matrix
+def _ridged_product(matrix: AbstractKernelMatrix, ridge: float) -> Product:
     short = np.result_type(matrix.struct.dtype, np.float32)
 
     def product(vectors: np.ndarray, is_exact: bool) -> np.ndarray:
@@ -432,15 +434,15 @@ _LEAST_RIDGE = 1e-12
 
 
 def _factor(
-    operator: "KernelOperator", rank: int, saved: Checkpoint | None
+    matrix: AbstractKernelMatrix, rank: int, saved: Checkpoint | None
 ) -> np.ndarray | None:
     """A partial Cholesky decomposition, of shape (n, rank) or less."""
-    if rank == 0 or operator.matrix.struct.shape[0] == 0:
+    if rank == 0 or matrix.struct.shape[0] == 0:
         return None
     arrays = None if saved is None else saved.load("preconditioner")
     if arrays is None:
         # It takes a column of the kernel for each rank, and so it is saved at once.
-        arrays = {"factor": _partial_cholesky(operator.matrix, rank)}
+        arrays = {"factor": _partial_cholesky(matrix, rank)}
         if saved is not None:
             saved.save("preconditioner", arrays, even_if_slow=True)
     factor = arrays["factor"]
@@ -451,7 +453,7 @@ def _factor(
 
 
 def _partial_cholesky(
-    matrix: "AbstractKernelMatrix", rank: int
+    matrix: AbstractKernelMatrix, rank: int
 ) -> Float[np.ndarray, "n num"]:
     """A partial Cholesky decomposition, by the largest entries left on the diagonal."""
     diagonal = matrix.diagonal()
@@ -472,7 +474,7 @@ def _partial_cholesky(
     return factor
 
 
-def _eps(matrix: "AbstractKernelMatrix") -> float:
+def _eps(matrix: AbstractKernelMatrix) -> float:
     """The relative rounding error of the entries of a kernel."""
     dtype = matrix.struct.dtype
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)

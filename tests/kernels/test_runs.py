@@ -24,7 +24,7 @@ from eqxbatch import (
     ZarrStore,
 )
 from eqxbatch._kernels.on_devices import MeshAxis
-from eqxbatch._kernels.on_host import _Team
+from eqxbatch._kernels.team import Team
 from ..conftest import enable_x64
 from ..flags import COMPILE_FAST
 from ..helpers import CountTraces, drawn, normal, thinned
@@ -608,7 +608,7 @@ def test_meshes_of_some_processes(monkeypatch):
     for rank in range(3):
         monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
         with pytest.raises(ValueError, match="has devices of 2 of 3 processes"):
-            _Team(MeshAxis(mesh, "rows"), ZarrStore("never opened"))
+            Team(MeshAxis(mesh, "rows"))
 
 
 @pytest.mark.cpu

@@ -1,0 +1,128 @@
+"""Solves that several processes compute together, of which the first one leads."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from .._base.types import AnyArray
+from .kernel_matrices import AbstractKernelMatrix
+from .team import Team
+
+
+# What the first process asks all for, and how it ends.
+_PRODUCT, _DIAGONAL, _COLUMN, _END, _FAILED = range(5)
+
+
+# The dtypes that vectors have.
+_DTYPES = (np.float32, np.float64, np.complex64, np.complex128, np.int64)
+
+
+class _Order(NamedTuple):
+    """What the first process tells all others.
+
+    - `kind`: what to do.
+    - `array`: what with.
+    """
+
+    kind: int
+    array: np.ndarray = np.zeros((0, 0))
+
+
+def _told(team: Team, order: _Order) -> _Order:
+    """The order of the first process; what others give does not matter."""
+    array = order.array
+    sizes = (*array.shape, _DTYPES.index(array.dtype.type))
+    # Shapes come first, because all have to know how much will come.
+    kind, rows, columns, dtype = team.from_first(np.array([order.kind, *sizes])).tolist()
+    if team.rank > 0:
+        array = np.zeros((rows, columns), _DTYPES[dtype])
+    return _Order(kind, team.from_first(array))
+
+
+class LedMatrix(AbstractKernelMatrix):
+    """A matrix of which all processes compute a part when the first one asks for it."""
+
+    original: AbstractKernelMatrix
+    own_team: Team = eqx.field(static=True)
+
+    @property
+    def team(self) -> Team:
+        return self.own_team
+
+    def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
+        assert not is_transposed
+        return self._ordered(_PRODUCT, np.asarray(vectors))
+
+    def whole(self) -> Array:
+        return self.original.whole()
+
+    def diagonal(self) -> Array:
+        return jnp.asarray(self._ordered(_DIAGONAL))
+
+    def column(self, index: Int[Array, ""]) -> Array:
+        return jnp.asarray(self._ordered(_COLUMN, np.full((1, 1), index, np.int64)))
+
+    def _ordered(self, kind: int, array: np.ndarray = np.zeros((0, 0))) -> np.ndarray:
+        order = _told(self.own_team, _Order(kind, array))
+        return _obeyed(self.original, self.own_team, order)
+
+
+def _obeyed(matrix: AbstractKernelMatrix, team: Team, order: _Order) -> np.ndarray:
+    def run() -> np.ndarray:
+        if order.kind == _PRODUCT:
+            return matrix.product(order.array)
+        if order.kind == _DIAGONAL:
+            return np.asarray(matrix.diagonal())
+        return np.asarray(matrix.column(jnp.asarray(order.array[0, 0], jnp.int32)))
+
+    return team.together(run)
+
+
+def led(
+    matrix: AbstractKernelMatrix,
+    solve: Callable[[AbstractKernelMatrix], list[np.ndarray]],
+) -> list[np.ndarray]:
+    """The arrays that `solve` returns in the first process, in all of them.
+
+    Only the first one decides anything: processors of other kinds may round otherwise,
+    and processes that decide otherwise would wait for each other.
+    """
+    team = matrix.team
+    if team.num == 1:
+        return solve(matrix)
+    if team.rank > 0:
+        return _followed(matrix, team)
+    try:
+        results = solve(LedMatrix(matrix.struct, matrix.is_hermitian, matrix, team))
+    except BaseException:
+        # If a process has ended, nothing can be told any more.
+        with contextlib.suppress(Exception):
+            _told(team, _Order(_FAILED))
+        raise
+    _told(team, _Order(_END, np.full((1, 1), len(results), np.int64)))
+    return [_told(team, _Order(_END, x)).array for x in results]
+
+
+def _followed(matrix: AbstractKernelMatrix, team: Team) -> list[np.ndarray]:
+    """What the first process finds, which asks this one for its parts."""
+    error = None
+    while True:
+        order = _told(team, _Order(_FAILED))
+        if order.kind == _FAILED:
+            raise error or RuntimeError(
+                "The first process has failed, which leads the solve. See what it "
+                "raised."
+            )
+        if order.kind == _END:
+            num = int(order.array[0, 0])
+            return [_told(team, order).array for _ in range(num)]
+        try:
+            _obeyed(matrix, team, order)
+        except Exception as e:
+            # The first one fails, too, and says that this is the end.
+            error = e
