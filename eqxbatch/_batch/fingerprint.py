@@ -142,9 +142,7 @@ def read_json(name: str, file: pathlib.Path, remedy: str) -> dict[str, Any]:
     return parsed_json(name, str(file), file.read_bytes(), remedy)
 
 
-def parsed_json(
-    name: str, file: str, data: bytes, remedy: str
-) -> dict[str, Any]:
+def parsed_json(name: str, file: str, data: bytes, remedy: str) -> dict[str, Any]:
     """The object that a file contains. Raises `ValueError` if the file is damaged."""
     try:
         record = json.loads(data)

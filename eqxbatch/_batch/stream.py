@@ -72,8 +72,8 @@ def _as_store(store: Store | None) -> AbstractStore | None:
     made = None if store is None else as_store(store)
     if made == "device":
         raise ValueError(
-            "`store` must be 'host', a path, a URL such as 's3://bucket/kernel', or a store; got 'device'. Leave "
-            "it out to keep all rows in memory."
+            "`store` must be 'host', a path on disk, the URL of a bucket, or a store; "
+            "got 'device'. Leave it out to keep all rows in memory."
         )
     return made
 
@@ -104,8 +104,9 @@ class OverBatches(AbstractTransform):
         like them, such as `numpy.memmap`, `zarr.Array` or an HDF5 data set. So many
         rows at a time are read along axis 0.
     - `store`: where results with a row for each example are stored, with a
-        `batch_size`: a path on disk, or an [`eqxbatch.ZarrStore`][], for zarr arrays
-        with a chunk for each batch; or `"host"`. All results of the transform must be
+        `batch_size`: a path on disk, the URL of a bucket, a store of zarr, or an
+        [`eqxbatch.ZarrStore`][], for zarr arrays with a chunk for each batch; or
+        `"host"`. All results of the transform must be
         such rows. To resume a run that was stopped or killed, call it again: it
         computes the chunks that are missing, or whose rows were others.
     - `sharding`: where batches are put, such as

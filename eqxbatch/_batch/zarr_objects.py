@@ -32,7 +32,7 @@ _PARTIAL = re.compile(r".+\.[0-9a-f]{32}\.partial")
 
 @runtime_checkable
 class KeyValueStore(Protocol):
-    """A store of zarr, that is a `zarr.abc.store.Store`, told without importing zarr."""
+    """A `zarr.abc.store.Store`, told without importing zarr."""
 
     @property
     def read_only(self) -> bool: ...
@@ -335,7 +335,7 @@ def is_url(path: str) -> bool:
         )
     if not rest.partition("/")[0] or any(x in rest for x in "?#"):
         raise ValueError(
-            f"`path` must be a bucket and a prefix, such as '{scheme}://bucket/kernel', "
+            f"`path` must be a bucket and a prefix, as in '{scheme}://bucket/kernel', "
             f"without a query; got {path!r}. Settings of obstore are variables of the "
             f"environment, or {remedy}."
         )

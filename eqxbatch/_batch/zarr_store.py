@@ -32,7 +32,7 @@ _ATTRIBUTE = "eqxbatch"
 
 
 class ZarrStore(AbstractStore):
-    """Stores a kernel on disk or in a bucket, as zarr arrays whose chunks are the blocks.
+    """Stores a kernel on disk or in a bucket, as zarr arrays with blocks as chunks.
 
     A path, a URL or a store of zarr as `store` of [`eqxbatch.filter_batch_kernel`][]
     stands for it; pass this one for other settings. The result is then zarr arrays that
@@ -132,7 +132,8 @@ class ZarrStore(AbstractStore):
         check_given(path)
         # A folder has locks, and files that are unfinished.
         if type(path) is storage.LocalStore:
-            self.path = str(path.root)
+            root: Any = path
+            self.path = str(root.root)
             return
         self.path, self.store = str(path), Given(path)
         # Each process has a memory of its own.
@@ -261,7 +262,7 @@ def as_store(store: Store) -> AbstractStore | Literal["device"]:
         return store
     if store in _NO_PATHS:
         raise ValueError(
-            f"`store` must be 'device', 'host', a path, a URL such as 's3://bucket/kernel', or a store; got "
-            f"{store!r}. Write './{store}' for a folder of this name."
+            "`store` must be 'device', 'host', a path on disk, the URL of a bucket, or "
+            f"a store; got {store!r}. Write './{store}' for a folder of this name."
         )
     return HostStore() if store == "host" else ZarrStore(store)

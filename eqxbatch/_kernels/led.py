@@ -38,7 +38,9 @@ def _told(team: Team, order: _Order) -> _Order:
     array = order.array
     sizes = (*array.shape, _DTYPES.index(array.dtype.type))
     # Shapes come first, because all have to know how much will come.
-    kind, rows, columns, dtype = team.from_first(np.array([order.kind, *sizes])).tolist()
+    kind, rows, columns, dtype = team.from_first(
+        np.array([order.kind, *sizes])
+    ).tolist()
     if team.rank > 0:
         array = np.zeros((rows, columns), _DTYPES[dtype])
     return _Order(kind, team.from_first(array))
@@ -56,20 +58,20 @@ class LedMatrix(AbstractKernelMatrix):
 
     def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         assert not is_transposed
-        return self._ordered(_PRODUCT, np.asarray(vectors))
+        return self._ordered(_Order(_PRODUCT, np.asarray(vectors)))
 
     def whole(self) -> Array:
         return self.original.whole()
 
     def diagonal(self) -> Array:
-        return jnp.asarray(self._ordered(_DIAGONAL))
+        return jnp.asarray(self._ordered(_Order(_DIAGONAL)))
 
     def column(self, index: Int[Array, ""]) -> Array:
-        return jnp.asarray(self._ordered(_COLUMN, np.full((1, 1), index, np.int64)))
+        number = np.full((1, 1), index, np.int64)
+        return jnp.asarray(self._ordered(_Order(_COLUMN, number)))
 
-    def _ordered(self, kind: int, array: np.ndarray = np.zeros((0, 0))) -> np.ndarray:
-        order = _told(self.own_team, _Order(kind, array))
-        return _obeyed(self.original, self.own_team, order)
+    def _ordered(self, order: _Order) -> np.ndarray:
+        return _obeyed(self.original, self.own_team, _told(self.own_team, order))
 
 
 def _obeyed(matrix: AbstractKernelMatrix, team: Team, order: _Order) -> np.ndarray:

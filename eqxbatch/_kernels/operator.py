@@ -239,9 +239,7 @@ def _stored_matrix(
         )
     # The host multiplies what is stored.
     array = np.asarray(array) if isinstance(array, jax.Array) else array
-    reader = Reader(
-        array, is_hermitian, is_checked=is_hermitian, team=Team(mesh_axis)
-    )
+    reader = Reader(array, is_hermitian, is_checked=is_hermitian, team=Team(mesh_axis))
     return StoredMatrix(reader)
 
 

@@ -80,7 +80,7 @@ def test_urls(urls, expected, tmp_path):
         stored(f"s3://{BUCKET}/urls/kernel/", log)()
     assert log == [("start", NUM, NUM), ("close", 0)]
     assert not [x for x in requests if x.method == "PUT"]
-    with pytest.raises(ValueError, match="has another kernel than this one: .*urls"):
+    with pytest.raises(ValueError, match=r"has another kernel than this one: .*urls"):
         stored(f"s3://{BUCKET}/urls/kernel")(X + 1)
 
 
@@ -208,7 +208,7 @@ def test_failing_requests_before_anything_is_computed(kind, what, bucket):
     }[kind]
     with (
         bucket.faulty(always(which, what)) as requests,
-        pytest.raises(OSError, match="`path` could not (read|list) .*before/"),
+        pytest.raises(OSError, match=r"`path` could not (read|list) .*before/"),
     ):
         stored(store, log)()
     assert log == []
@@ -328,7 +328,7 @@ class CannotDelete(zarr.storage.MemoryStore):
     (
         ("s3://bucket/kernel?region=x", ValueError, "without a query; got 's3://buck"),
         ("s3://bucket/kernel#1", ValueError, "without a query"),
-        ("s3://", ValueError, "must be a bucket and a prefix, such as 's3://bucket/k"),
+        ("s3://", ValueError, "must be a bucket and a prefix, as in 's3://bucket/k"),
         ("https://host/kernel", ValueError, "begins with 's3://', 'gs://', 'az://'"),
         (zarr.storage.MemoryStore(read_only=True), ValueError, "which is read-only"),
         (CannotDelete(), ValueError, "supports_deletes is False"),
@@ -342,13 +342,13 @@ def test_stores_that_are_refused(store, error, match):
 
 def test_buckets_that_are_refused(urls):
     store, log = urls.store("other"), []
-    with pytest.raises(OSError, match="(?s)could not list .*missing.*NoSuchBucket"):
+    with pytest.raises(OSError, match=r"(?s)could not list .*missing.*NoSuchBucket"):
         stored("s3://missing/kernel", log)()
     zarr.create_array(store, name="x", shape=(2,), dtype="int8", zarr_format=2)
     with pytest.raises(ValueError, match="contains something other than a kernel"):
         stored(store, log)()
     zarr.create_group(urls.store("group"), zarr_format=3)
-    with pytest.raises(ValueError, match="that are not a kernel of eqxbatch: .*group"):
+    with pytest.raises(ValueError, match=r"that are not a kernel of eqxbatch: .*group"):
         stored(urls.store("group"), log)()
     assert log == []
 
@@ -360,8 +360,6 @@ def test_without_obstore(monkeypatch):
 
 
 def test_stores_are_not_for_transforms():
-    batched = filter_batch_kernel(
-        rbf, block_size=4, store=zarr.storage.MemoryStore()
-    )
+    batched = filter_batch_kernel(rbf, block_size=4, store=zarr.storage.MemoryStore())
     with pytest.raises(TypeError, match="with a `store` runs a loop in Python"):
         jax.jit(batched)(X)

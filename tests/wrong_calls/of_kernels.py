@@ -538,7 +538,7 @@ MODELS = [
         "EmpiricalNTK",
         lambda: features(x, store="device"),
         ValueError,
-        "`store` must be 'host', a path on disk, or a store; got 'device'",
+        "`store` must be 'host', a path on disk, the URL of a bucket, or a store; got",
     ),
     Case(
         "EmpiricalNTK",

@@ -513,7 +513,7 @@ STREAMS = [
         "over_batches",
         lambda: eqxbatch.over_batches(vmap(), batch_size=2, store="device"),
         ValueError,
-        "`store` must be 'host', a path on disk, or a store; got 'device'",
+        "`store` must be 'host', a path on disk, the URL of a bucket, or a store; got",
     ),
     Case(
         "over_batches",
