@@ -216,6 +216,10 @@ class FolderObjects(AbstractObjects):
             self._lock = None
 
 
+# Where machines of Amazon, Azure and Google have credentials for what runs there.
+_OF_THE_MACHINE = re.compile(r"169\.254\.|/latest/api/token|metadata\.google")
+
+
 class StoreObjects(AbstractObjects):
     """The objects of a store of zarr, such as those below a prefix of a bucket.
 
@@ -239,9 +243,18 @@ class StoreObjects(AbstractObjects):
             raise
         # Each library has errors of its own, and some are bare exceptions.
         except Exception as e:
+            # obstore says everything twice.
+            said, _, _ = str(e).partition("\n\nDebug source")
+            remedy = "What is written stays. Call again, which goes on from there."
+            if _OF_THE_MACHINE.search(said):
+                remedy = (
+                    "There are no credentials, which it then asks the machine for. Set "
+                    "those of the store, such as AWS_ACCESS_KEY_ID and "
+                    "AWS_SECRET_ACCESS_KEY in the environment."
+                )
             raise OSError(
-                f"`path` could not {what} {self.shown(key)}: {type(e).__name__}: {e}. "
-                "What is written stays. Call again, which goes on from there."
+                f"`path` could not {what} {self.shown(key)}: {type(e).__name__}: "
+                f"{said}. {remedy}"
             ) from e
 
     def read(self, key: str) -> np.ndarray | None:
@@ -364,10 +377,15 @@ def check_given(store: Any) -> None:
             f"`path` must be a store that can be written; got {store}, which is "
             "read-only. Open it with `read_only=False`."
         )
-    lacking = [name for name in _ABILITIES if not getattr(store, name)]
+    lacking = [f"{name} is False" for name in _ABILITIES if not getattr(store, name)]
+    try:
+        # What is stored is opened for reading alone.
+        store.with_read_only(True)
+    except NotImplementedError:
+        lacking.append("with_read_only is not implemented")
     if lacking:
         raise ValueError(
-            f"`path` must be a store of zarr that writes, deletes and lists objects; "
-            f"got {store}, for which {', '.join(lacking)} is False. Pass a path, an "
+            "`path` must be a store of zarr that writes, deletes and lists objects; "
+            f"got {store}, for which {', '.join(lacking)}. Pass a path, an "
             "`ObjectStore` or an `FsspecStore`."
         )

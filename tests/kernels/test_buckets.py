@@ -10,6 +10,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import obstore.store
 import pytest
 import zarr
 
@@ -84,13 +85,13 @@ def test_urls(urls, expected, tmp_path):
         stored(f"s3://{BUCKET}/urls/kernel")(X + 1)
 
 
-@pytest.mark.parametrize("kind", ("objects", "memory", "local", "wrapped"))
+@pytest.mark.parametrize("kind", ("objects", "memory", "local", "rust"))
 def test_stores_of_zarr(kind, bucket, expected, tmp_path):
     store = {
         "objects": lambda: bucket.store("stores"),
         "memory": zarr.storage.MemoryStore,
         "local": lambda: zarr.storage.LocalStore(tmp_path / "kernel"),
-        "wrapped": lambda: zarr.storage.WrapperStore(zarr.storage.MemoryStore()),
+        "rust": lambda: zarr.storage.ObjectStore(obstore.store.MemoryStore()),
     }[kind]()
     log = []
     with pytest.raises(OSError, match="stopped"):
@@ -323,6 +324,11 @@ class CannotDelete(zarr.storage.MemoryStore):
     supports_deletes = False
 
 
+class CannotBeReadOnly(zarr.storage.MemoryStore):
+    def with_read_only(self, read_only=False):
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("store", "error", "match"),
     (
@@ -332,6 +338,7 @@ class CannotDelete(zarr.storage.MemoryStore):
         ("https://host/kernel", ValueError, "begins with 's3://', 'gs://', 'az://'"),
         (zarr.storage.MemoryStore(read_only=True), ValueError, "which is read-only"),
         (CannotDelete(), ValueError, "supports_deletes is False"),
+        (CannotBeReadOnly(), ValueError, "with_read_only is not implemented"),
         (3, TypeError, "store"),
     ),
 )
@@ -351,6 +358,19 @@ def test_buckets_that_are_refused(urls):
     with pytest.raises(ValueError, match=r"that are not a kernel of eqxbatch: .*group"):
         stored(urls.store("group"), log)()
     assert log == []
+
+
+def test_without_credentials(urls, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://127.0.0.1:{urls.port}")
+    asked = lambda request: request.path.startswith("/latest")
+    with (
+        urls.faulty(always(asked, "403")) as requests,
+        pytest.raises(OSError, match=r"There are no credentials, .*AWS_ACCESS_KEY_ID"),
+    ):
+        stored(f"s3://{BUCKET}/none")()
+    assert requests
 
 
 def test_without_obstore(monkeypatch):
