@@ -239,6 +239,7 @@ def served() -> Iterator[Proxy]:
             proxy = Proxy(port)
             yield proxy
             proxy.server.shutdown()
+            proxy.server.server_close()
         finally:
             server.terminate()
 
