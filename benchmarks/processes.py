@@ -49,7 +49,7 @@ def work(folder: pathlib.Path, num: int) -> dict[str, float]:
     y = np.sin(x[:, 0])
     settings = {"symmetric": True, "mesh": mesh}
     blocks = {**settings, "block_size": max(num // 20, 1)}
-    solve = {"ridge": 10.0, "preconditioner_rank": 0, "rtol": 1e-3}
+    solve = {"ridge": num / 20, "preconditioner_rank": 0, "rtol": 1e-3}
 
     def init(key: jax.Array) -> Any:
         return eqx.nn.MLP(16, "scalar", 256, 2, key=key)
