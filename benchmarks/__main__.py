@@ -4,6 +4,7 @@ import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from . import (
     monte_carlo,
     price,
     processes,
+    records,
     solve,
     steps,
     streams,
@@ -58,6 +60,9 @@ SUITES = (
     first_call,
     first_screen,
 )
+# These run if they are named, and write their results after each job. Small records
+# also run with all suites.
+NAMED = (accelerators, records)
 
 HERE = pathlib.Path(__file__).parent
 
@@ -77,20 +82,22 @@ def main() -> int:
     )
     parser.add_argument(
         "--suite",
-        choices=[*(suite.NAME for suite in SUITES), accelerators.NAME],
-        help=f"run only this suite; {accelerators.NAME} runs only if it is named",
+        choices=[suite.NAME for suite in (*SUITES, *NAMED)],
+        help="run only this suite; "
+        f"{' and '.join(suite.NAME for suite in NAMED)} run only if they are named",
     )
     parser.add_argument(
         "--device",
         choices=accelerators.DEVICES,
         help=f"for which device {accelerators.NAME} compiles; {accelerators.HERE} also "
-        "runs its programs; by default, the first one whose plug-in is installed",
+        "runs its programs; by default, the first one whose plug-in is installed. "
+        f"{records.NAME} are always of {accelerators.HERE}",
     )
     parser.add_argument(
         "--jobs",
         default="",
-        help=f"of {accelerators.NAME}, measure only the jobs again whose titles start "
-        "with this, such as `micro_grad`",
+        help=f"of {' and '.join(suite.NAME for suite in NAMED)}, measure only the jobs "
+        "again whose titles start with this, such as `micro_grad`",
     )
     options = parser.parse_args()
     if options.no_time_bars:
@@ -101,17 +108,19 @@ def main() -> int:
         if device is None:
             print(accelerators.how_to_use())
             return 2
+        run = lambda before: accelerators.run(
+            options.quick, device, options.jobs, before
+        )
         name = f"{accelerators.NAME}_{device}"
-        earlier = root / f"{name}.json"
-        is_there = options.jobs and earlier.exists()
-        before = json.loads(earlier.read_text()) if is_there else {}
-        found = None
-        for found in accelerators.run(options.quick, device, options.jobs, before):
-            limit.check(found[1], None)
-            harness.write(root, name, *found[:2])
-        if found is None:
-            parser.error(f"no job starts with {options.jobs!r}")
-        return 1 if report(root, name, *found) else 0
+        return 1 if run_by_jobs(root, name, options.jobs, run) else 0
+    of_records = lambda before: records.run(options.quick, options.jobs, before)
+    if options.suite == records.NAME:
+        device = records.find(options.device, options.quick)
+        if device is None:
+            print(records.how_to_use())
+            return 2
+        name = f"{records.NAME}_{device}"
+        return 1 if run_by_jobs(root, name, options.jobs, of_records) else 0
     missed = 0
     # Results of a GPU stand beside those of a CPU.
     backend = jax.default_backend()
@@ -121,9 +130,33 @@ def main() -> int:
             found = suite.run(options.quick)
             limit.check(found[1], getattr(suite, "NO_LIMIT", None))
             missed += report(root, suite.NAME + suffix, *found)
+    if options.quick and options.suite is None:
+        missed += run_by_jobs(root, f"{records.NAME}_{backend}", "", of_records)
     if not options.quick and not suffix:
         chart.main()
     return 1 if missed else 0
+
+
+# Given the figures of an earlier run: figures, a table and bars, after each job.
+Run = Callable[
+    [dict[str, Any]], Iterator[tuple[dict[str, Any], str, list[harness.Bar]]]
+]
+
+
+def run_by_jobs(root: pathlib.Path, name: str, jobs: str, run: Run) -> int:
+    """Writes results after each job, and reports the last ones.
+
+    - `jobs`: how the titles of those begin that are measured; others are kept.
+    """
+    earlier = root / f"{name}.json"
+    is_there = jobs and earlier.exists()
+    found = None
+    for found in run(json.loads(earlier.read_text()) if is_there else {}):
+        limit.check(found[1], None)
+        harness.write(root, name, *found[:2])
+    if found is None:
+        sys.exit(f"No job starts with {jobs!r}.")
+    return report(root, name, *found)
 
 
 def report(

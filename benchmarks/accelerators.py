@@ -21,13 +21,12 @@ from eqxbatch import EmpiricalNTK
 from . import curvature, kernels, kfac, large, micro_grad, micro_vmap, work
 from .harness import Bar, Case, compile_ways, machine, measure, OURS, rates
 from .limit import measured, NoLimit, num_bytes, Share, Shares, Work
-from .programs import ACCELERATORS, Cost, cost
+from .programs import ACCELERATORS, Cost, cost, HERE
 
 
 NAME = "accelerators"
 NOT_RUN = NoLimit("it is compiled and not run")
 EARLIER = NoLimit("it was run before limits were measured")
-HERE = "gpu"
 DEVICES = (*ACCELERATORS, HERE)
 HAND, ACCUMULATED = "lax.scan by hand", "accumulated gradient"
 # These are nearly the programs of others, or have loops whose trips XLA does not know.

@@ -1,5 +1,6 @@
 """The price of clipping: times and temporaries over those of accumulated gradients."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -72,71 +73,56 @@ class GPT2(eqx.Module):
         return jnp.mean(cross_entropy(logits, targets))
 
 
-def jobs(quick: bool) -> dict[str, tuple[Any, tuple, int]]:
-    """By title: model, data of all examples, and microbatch size.
+def jobs(quick: bool) -> Iterator[tuple[str, Any, tuple, int]]:
+    """Title, model, data of all examples, and microbatch size.
 
     Quick ones leave out what the suite of `micro_grad` has.
     """
     labels = lambda num: jr.randint(KEY, (num,), 0, 10)
     width, words = (128, 100) if quick else (768, 2000)
-    found: dict[str, tuple[Any, tuple, int]] = {}
     if not quick:
         dense = jr.normal(KEY, (1024, 256))
-        found = {
-            "MLP, 1,024 examples by 256": (Dense(KEY), (dense, dense), 256),
-            "CNN, 64 images by 16": (
-                CNN(KEY),
-                (jr.normal(KEY, (64, 1, 28, 28)), labels(64)),
-                16,
-            ),
-            "embedding and GRU, 64 times 32 tokens by 16": (
-                Recurrent(KEY),
-                (jr.randint(KEY, (64, 32), 0, 10_000), labels(64)),
-                16,
-            ),
-        }
+        yield "MLP, 1,024 examples by 256", Dense(KEY), (dense, dense), 256
+        images = jr.normal(KEY, (64, 1, 28, 28))
+        yield "CNN, 64 images by 16", CNN(KEY), (images, labels(64)), 16
+        title = "embedding and GRU, 64 times 32 tokens by 16"
+        tokens = jr.randint(KEY, (64, 32), 0, 10_000)
+        yield title, Recurrent(KEY), (tokens, labels(64)), 16
     few = 8 if quick else 64
-    found[f"ViT block, {few} times 65 patches by {few // 4}"] = (
-        ViTBlock(KEY),
-        (jr.normal(KEY, (few, 65, 192)), labels(few)),
-        few // 4,
-    )
+    title = f"ViT block, {few} times 65 patches by {few // 4}"
+    patches = jr.normal(KEY, (few, 65, 192))
+    yield title, ViTBlock(KEY), (patches, labels(few)), few // 4
     for length in (64,) if quick else (64, 256, 512):
         num = 8 if length == 64 and not quick else 4
         tokens = jr.randint(KEY, (num, length + 1), 0, words)
         title = f"GPT-2 of 2 layers, {num} times {length} tokens by {num // 2}"
         model = GPT2(KEY, width=width, words=words, length=length)
-        found[title] = model, (tokens[:, :-1], tokens[:, 1:]), num // 2
-    return found
+        yield title, model, (tokens[:, :-1], tokens[:, 1:]), num // 2
 
 
-def cases(quick: bool) -> list[Case]:
-    found = []
-    for title, (model, data, size) in jobs(quick).items():
+def cases(quick: bool) -> Iterator[Case]:
+    for title, model, data, size in jobs(quick):
         arrays = eqx.filter(model, eqx.is_inexact_array)
         num = len(data[0])
         ways = clipped(model, num, size)
         del ways["one plain gradient"]
         products = work.products_of(lambda model, x, y: model(x, y), model, *data)
         ways[ACCUMULATED] = accumulated(model, num, size)[OURS]
-        found.append(
-            Case(
-                title,
-                title,
-                ways,
-                (arrays, *data),
-                Work(
-                    work.clipped(products, num),
-                    num_bytes(arrays, data, arrays),
-                    reason=PATCHES if isinstance(model, CNN) else "",
-                ),
-                unbounded=(ACCUMULATED,),
-                best_memory=None,
-                best_time=None,
-                limits={ACCUMULATED: 1.3},
-            )
+        yield Case(
+            title,
+            title,
+            ways,
+            (arrays, *data),
+            Work(
+                work.clipped(products, num),
+                num_bytes(arrays, data, arrays),
+                reason=PATCHES if isinstance(model, CNN) else "",
+            ),
+            unbounded=(ACCUMULATED,),
+            best_memory=None,
+            best_time=None,
+            limits={ACCUMULATED: 1.3},
         )
-    return found
 
 
 def table(measured: list[tuple[Case, list[Row]]]) -> list[str]:

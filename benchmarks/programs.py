@@ -111,6 +111,8 @@ def _topology(accelerator: Accelerator, num: int) -> Any:
     )
 
 
+# What `--device` calls the one that JAX finds.
+HERE = "gpu"
 ACCELERATORS = {
     "h100": Accelerator(
         "an H100 SXM",
