@@ -27,6 +27,7 @@ from . import (
     models,
     monte_carlo,
     price,
+    sharded,
     solve,
     steps,
     streams,
@@ -50,6 +51,7 @@ SUITES = (
     batch_kernel,
     solve,
     streams,
+    sharded,
     costs,
     first_call,
     first_screen,
@@ -80,7 +82,8 @@ def main() -> int:
         "--device",
         choices=accelerators.DEVICES,
         help=f"for which device {accelerators.NAME} compiles; {accelerators.HERE} also "
-        "runs its programs; by default, the first one whose plug-in is installed",
+        "runs its programs; by default, the first one whose plug-in is installed. "
+        f"{sharded.NAME} compiles for eight of them; by default, for CPUs",
     )
     parser.add_argument(
         "--jobs",
@@ -108,6 +111,13 @@ def main() -> int:
         if found is None:
             parser.error(f"no job starts with {options.jobs!r}")
         return 1 if report(root, name, *found) else 0
+    if options.suite == sharded.NAME and options.device is not None:
+        device = accelerators.find(options.device)
+        if device is None or device == accelerators.HERE:
+            print(accelerators.how_to_use())
+            return 2
+        found = sharded.run(options.quick, device)
+        return 1 if report(root, f"{sharded.NAME}_{device}", *found) else 0
     missed = 0
     # Results of a GPU stand beside those of a CPU.
     backend = jax.default_backend()
