@@ -31,6 +31,7 @@ from . import (
     price,
     processes,
     records,
+    sharded,
     solve,
     steps,
     streams,
@@ -56,12 +57,12 @@ SUITES = (
     streams,
     buckets,
     processes,
+    sharded,
     costs,
     first_call,
     first_screen,
 )
-# These run if they are named, and write their results after each job. Small records
-# also run with all suites.
+# These run if they are named, and write their results after each job.
 NAMED = (accelerators, records)
 
 HERE = pathlib.Path(__file__).parent
@@ -91,7 +92,8 @@ def main() -> int:
         choices=accelerators.DEVICES,
         help=f"for which device {accelerators.NAME} compiles; {accelerators.HERE} also "
         "runs its programs; by default, the first one whose plug-in is installed. "
-        f"{records.NAME} are always of {accelerators.HERE}",
+        f"{records.NAME} are always of {accelerators.HERE}; {sharded.NAME} compiles for "
+        "eight of them, by default for CPUs",
     )
     parser.add_argument(
         "--jobs",
@@ -113,14 +115,21 @@ def main() -> int:
         )
         name = f"{accelerators.NAME}_{device}"
         return 1 if run_by_jobs(root, name, options.jobs, run) else 0
-    of_records = lambda before: records.run(options.quick, options.jobs, before)
     if options.suite == records.NAME:
         device = records.find(options.device, options.quick)
         if device is None:
             print(records.how_to_use())
             return 2
+        run = lambda before: records.run(options.quick, options.jobs, before)
         name = f"{records.NAME}_{device}"
-        return 1 if run_by_jobs(root, name, options.jobs, of_records) else 0
+        return 1 if run_by_jobs(root, name, options.jobs, run) else 0
+    if options.suite == sharded.NAME and options.device is not None:
+        device = accelerators.find(options.device)
+        if device is None or device == accelerators.HERE:
+            print(accelerators.how_to_use())
+            return 2
+        found = sharded.run(options.quick, device)
+        return 1 if report(root, f"{sharded.NAME}_{device}", *found) else 0
     missed = 0
     # Results of a GPU stand beside those of a CPU.
     backend = jax.default_backend()
@@ -130,8 +139,6 @@ def main() -> int:
             found = suite.run(options.quick)
             limit.check(found[1], getattr(suite, "NO_LIMIT", None))
             missed += report(root, suite.NAME + suffix, *found)
-    if options.quick and options.suite is None:
-        missed += run_by_jobs(root, f"{records.NAME}_{backend}", "", of_records)
     if not options.quick and not suffix:
         chart.main()
     return 1 if missed else 0

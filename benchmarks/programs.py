@@ -43,7 +43,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 class Accelerator:
     """A device, and the public numbers of a roofline.
 
-    - `platform`, `topology`, `settings`: what `topologies.get_topology_desc` needs.
+    - `platform`, `topology`, `settings`: what `topologies.get_topology_desc` needs for
+        a number of devices.
     - `choices`: what eqxbatch assumes to be cheaper there.
     - `plugin`: the module of the plug-in; `packages` are those to install.
     - `bandwidth`: bytes per second to and from its memory.
@@ -55,7 +56,7 @@ class Accelerator:
 
     name: str
     platform: str
-    topology: str
+    topology: Callable[[int], str]
     settings: Callable[[int], dict[str, str]]
     choices: Platform
     plugin: str
@@ -107,7 +108,7 @@ def _topology(accelerator: Accelerator, num: int) -> Any:
     if os.environ.get("JAX_PLATFORMS") != "cpu":
         raise ValueError("Set JAX_PLATFORMS=cpu, or plug-ins look for their devices.")
     return topologies.get_topology_desc(
-        accelerator.topology, accelerator.platform, **accelerator.settings(num)
+        accelerator.topology(num), accelerator.platform, **accelerator.settings(num)
     )
 
 
@@ -117,7 +118,7 @@ ACCELERATORS = {
     "h100": Accelerator(
         "an H100 SXM",
         "cuda",
-        "h100",
+        lambda num: "h100",
         lambda num: {"target_config": H100, "topology": f"1x1x{num}"},
         GPU,
         "jax_plugins.xla_cuda12",
@@ -130,7 +131,7 @@ ACCELERATORS = {
     "v5e": Accelerator(
         "a TPU v5e",
         "tpu",
-        "v5e:2x2",
+        lambda num: "v5e:2x2" if num <= 4 else "v5e:2x4",
         lambda num: {},
         TPU,
         "libtpu",
@@ -272,8 +273,7 @@ def split(line: str, start: int) -> tuple[str, str]:
 class Program:
     """XLA's optimised program: computations of instructions, by name."""
 
-    def __init__(self, text: str, accelerator: Accelerator):
-        self.accelerator = accelerator
+    def __init__(self, text: str):
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
         lines: dict[str, Instruction] = {}
@@ -306,32 +306,39 @@ class Program:
                     limits += [int(x.operands[0])]
         return max(limits, default=0) or None
 
-    def cost(self, computation: str | None = None) -> Cost:
+    def cost(self, device: Accelerator, computation: str | None = None) -> Cost:
         lines = self.computations[computation or self.entry]
-        return sum((self._cost(x, lines) for x in lines.values()), Cost())
+        return sum((self._cost(x, lines, device) for x in lines.values()), Cost())
 
-    def _cost(self, x: Instruction, lines: dict[str, Instruction]) -> Cost:
+    def _cost(
+        self, x: Instruction, lines: dict[str, Instruction], device: Accelerator
+    ) -> Cost:
         if FREE.fullmatch(x.op):
             return Cost()
         if x.op == "while":
             trips = self.trips(x)
-            cost = self.cost(*x.called("body")) * (trips or 1)
+            cost = self.cost(device, *x.called("body")) * (trips or 1)
             return dataclasses.replace(cost, is_known=cost.is_known and bool(trips))
         if x.op == "conditional":
             branches = x.called("branch_computations")
             branches += x.called("true_computation") + x.called("false_computation")
             # Others are for numbers that are out of range, or that nearly cancel.
-            return min(map(self.cost, branches), key=lambda cost: cost.seconds)
+            costs = (self.cost(device, name) for name in branches)
+            return min(costs, key=lambda cost: cost.seconds)
         inner = x.called("calls", "to_apply")
         if x.op == "call" or (x.op == "async-start" and inner):
-            return self.cost(*inner)
+            return self.cost(device, *inner)
         target = x.setting(r'custom_call_target="([^"]*)"')
         if target.startswith(NO_KERNELS):
             return Cost()
-        return self._kernel(x, lines, target)
+        return self._kernel(x, lines, target, device)
 
     def _kernel(
-        self, x: Instruction, lines: dict[str, Instruction], target: str
+        self,
+        x: Instruction,
+        lines: dict[str, Instruction],
+        target: str,
+        device: Accelerator,
     ) -> Cost:
         inside = list(self._inside(x, lines))
         flops: dict[str, float] = collections.defaultdict(float)
@@ -342,13 +349,13 @@ class Program:
             num = self._flops(y, near, target)
             if num:
                 dtype = self._shape(y.operands[0], near)[0]
-                flops[self._precision(dtype, y.precision)] += num
+                flops[_precision(dtype, y.precision, device)] += num
             if y.op in ("transpose", "copy") and not is_product:
                 transposed += num_bytes(y.shape)
             if not MOVES.fullmatch(y.op):
                 is_sum = y.op.startswith("reduce") and y.operands[0] in near
                 others += num_elements((near[y.operands[0]] if is_sum else y).shape)
-        device, moved = self.accelerator, self._bytes(x, lines)
+        moved = self._bytes(x, lines)
         work = sum(num / device.peaks[name] for name, num in flops.items())
         work += others / device.rest
         seconds = max(moved / device.bandwidth, work, device.launch)
@@ -370,15 +377,6 @@ class Program:
     def _shape(self, name: str, lines: dict[str, Instruction]) -> tuple[str, list[int]]:
         found = SHAPE.search(lines[name].shape) if name in lines else None
         return (found[1], dimensions(found[2])) if found else ("f32", [])
-
-    def _precision(self, dtype: str, precision: str) -> str:
-        if named := re.match(r"dot_(bf16|tf32|f32|f64|f16)_", precision):
-            dtype, precision = named[1].replace("f16", "bf16"), "highest"
-        if dtype != "f32" or precision == "highest":
-            dtype = {"f16": "bf16", "c64": "f32", "c128": "f64"}.get(dtype, dtype)
-            return dtype if dtype in self.accelerator.peaks else "f32"
-        # JAX's default for products in float32.
-        return "tf32" if "tf32" in self.accelerator.peaks else "bf16"
 
     def _flops(
         self, x: Instruction, lines: dict[str, Instruction], target: str
@@ -457,6 +455,17 @@ class Program:
         return min(whole, part)
 
 
+def _precision(dtype: str, precision: str, device: Accelerator) -> str:
+    """The name of the peak rate for products of a dtype."""
+    if named := re.match(r"dot_(bf16|tf32|f32|f64|f16)_", precision):
+        dtype, precision = named[1].replace("f16", "bf16"), "highest"
+    if dtype != "f32" or precision == "highest":
+        dtype = {"f16": "bf16", "c64": "f32", "c128": "f64"}.get(dtype, dtype)
+        return dtype if dtype in device.peaks else "f32"
+    # JAX's default for products in float32.
+    return "tf32" if "tf32" in device.peaks else "bf16"
+
+
 def cost(compiled: Any, accelerator: Accelerator) -> Cost:
     """What a compiled program does."""
-    return Program(compiled.as_text(), accelerator).cost()
+    return Program(compiled.as_text()).cost(accelerator)

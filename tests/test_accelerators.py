@@ -323,7 +323,7 @@ def accelerator(request):
 def program(run, shapes, accelerator):
     """`run` compiled for shapes that are on devices, as XLA's program."""
     compiled = accelerator.compile_placed(run, *shapes)
-    return Program(compiled.as_text(), accelerator)
+    return Program(compiled.as_text())
 
 
 def one_device(shapes, accelerator):
@@ -385,7 +385,7 @@ def test_a_model_at_the_highest_precision_stays_there(name, accelerator):
         return eqx.filter(result, eqx.is_array)
 
     shapes = one_device((arrays, X, Y), accelerator)
-    assert program(run, shapes, accelerator).cost().lower_precision == 0
+    assert program(run, shapes, accelerator).cost(accelerator).lower_precision == 0
 
 
 @pytest.mark.accelerators
@@ -401,7 +401,7 @@ def test_clipping_by_sites_transposes_no_more_than_a_gradient(name, accelerator)
     def transposed(feature):
         run, shapes = of_arrays(feature, name)
         found = program(run, one_device(shapes, accelerator), accelerator)
-        return found.cost().transposed
+        return found.cost(accelerator).transposed
 
     plain = transposed("filter_micro_value_and_grad")
     assert transposed("filter_micro_grad sites") <= plain
