@@ -110,17 +110,21 @@ def compile_ways(case: Case) -> dict[str, Any]:
     return compiled
 
 
+# After so many rounds, and so many seconds, a case has enough of them.
+_FEWEST, _SECONDS = 5, 15.0
+
+
 def measure(
     case: Case, rounds: int, compiled: dict[str, Any] | None = None
 ) -> list[Row]:
     """Compiles all ways of a case, unless they are given, and runs them in turn.
 
     A ratio of times is the median of the ratios of all rounds, because the machine is
-    about equally busy for both within a round. If this misses a bar, as many rounds
-    are added, at most twice: some peers compile to the same program as eqxbatch, and
-    such ratios vary by a few percent. A way that takes more than 20 times as long as
-    eqxbatch runs in the first two rounds only. Where times are not judged, only
-    eqxbatch runs, once.
+    about equally busy for both within a round. Rounds that take long are fewer. If this
+    misses a bar, as many rounds are added, at most twice: some peers compile to the
+    same program as eqxbatch, and such ratios vary by a few percent. A way that takes
+    more than 20 times as long as eqxbatch runs in the first two rounds only. Where
+    times are not judged, only eqxbatch runs, once.
     """
     compiled = compiled or compile_ways(case)
     if not _judges_times:
@@ -135,7 +139,10 @@ def measure(
     shuffle = random.Random(0).shuffle
     rows: list[Row] = []
     for _ in range(3):
-        for _ in range(rounds):
+        begin = time.perf_counter()
+        for done in range(rounds):
+            if done >= _FEWEST and time.perf_counter() - begin > _SECONDS:
+                break
             # Each one finds the caches as another one left them.
             shuffle(order)
             for name in order:

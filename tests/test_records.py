@@ -9,8 +9,8 @@ import pytest
 from benchmarks import harness, limit, record_rows, records
 
 
-# Their models are those of suites that import peers, which tests do not install. With
-# `--quick`, they run with all suites.
+# Their models are those of suites that import peers, which tests do not install. The
+# quick benchmarks run them.
 NEED_PEERS = ("lora", "price")
 
 
