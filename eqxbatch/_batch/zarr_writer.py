@@ -238,4 +238,11 @@ class ZarrWriter(AbstractWriter):
             )
         self.check()
         self._check_arrays()
-        return [self.objects.array(name) for name in self.names]
+        return [self._without_gaps(self.objects.array(name)) for name in self.names]
+
+    def _without_gaps(self, array: Any) -> Any:
+        """An array whose chunks, if they are removed later, do not read as zeros."""
+        # zarr has had this setting since some version after 3.1.3.
+        if "read_missing_chunks" not in self.zarr.config.get("array"):
+            return array
+        return array.with_config({"read_missing_chunks": False})

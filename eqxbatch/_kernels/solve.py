@@ -81,6 +81,10 @@ def kernel_solve(
     blocks are read; with few cores, this is faster if the environment variable
     `OPENBLAS_NUM_THREADS` is 1.
 
+    With a `mesh` of several processes, all of them call it with the same arguments, and
+    share each product. The first one does everything else, and the others return what
+    it finds.
+
     **Arguments:**
 
     - `operator`: a symmetric kernel of examples with themselves: an estimator, such as
@@ -106,7 +110,8 @@ def kernel_solve(
         same call continues it and returns bit for bit the result of an uninterrupted
         run, where products have the same bits, or else one within `rtol`. The kernel
         is checked by a product with a random vector, and the residual of a finished
-        run is computed anew. Saving takes at most about a twentieth of the time.
+        run is computed anew. Saving takes at most about a twentieth of the time. Of
+        several processes, the first one writes it.
     - `progress`: True for a progress bar, or an [`eqxbatch.AbstractProgressMeter`][],
         which receives the largest relative residual after each product.
     - `**settings`: those of [`eqxbatch.KernelOperator`][] for a kernel with examples,
@@ -130,6 +135,7 @@ def kernel_solve(
     - `RuntimeError` if the kernel plus `ridge` is not positive definite, if a product
         has NaNs, if the residual stops decreasing, or if it is still too large after
         `max_steps`.
+    - `RuntimeError` if another process fails with which it is computed.
     - `ImportError` if lineax is not installed.
 
     !!! example

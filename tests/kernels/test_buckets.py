@@ -234,6 +234,25 @@ def test_damaged_objects_are_computed_again(bucket, expected):
     assert chunks_of(bucket.objects("damaged")) == expected
 
 
+@pytest.mark.skipif(
+    "read_missing_chunks" not in zarr.config.get("array"),
+    reason="zarr fills in what is missing, and has no setting yet.",
+)
+def test_what_is_removed_later_is_no_zero(bucket, tmp_path):
+    store = bucket.store("removed")
+    for found, remove in (
+        (stored(store)(), lambda: store.store.delete("kernel/c/1/2")),
+        (stored(tmp_path)(), (tmp_path / "kernel" / "c" / "1" / "2").unlink),
+    ):
+        operator = KernelOperator(found, symmetric=True)
+        remove()
+        assert_bits(found[:4, :4], stored("host")()[:4, :4])
+        with pytest.raises(zarr.errors.ChunkNotFoundError, match="1/2"):
+            found[:]
+        with pytest.raises(zarr.errors.ChunkNotFoundError, match="1/2"):
+            operator.mv(jnp.ones(13))
+
+
 # Runs that are killed, and several of them.
 
 RUN = """
