@@ -86,12 +86,13 @@ def test_urls(urls, expected, tmp_path):
 
 
 @pytest.mark.versions
-@pytest.mark.parametrize("kind", ("objects", "memory", "local", "rust"))
+@pytest.mark.parametrize("kind", ("objects", "memory", "local", "rust", "fsspec"))
 def test_stores_of_zarr(kind, bucket, expected, tmp_path):
     store = {
         "objects": lambda: bucket.store("stores"),
         "memory": zarr.storage.MemoryStore,
         "local": lambda: zarr.storage.LocalStore(tmp_path / "kernel"),
+        "fsspec": lambda: zarr.storage.FsspecStore.from_url("memory://stores"),
         "rust": lambda: zarr.storage.ObjectStore(obstore.store.MemoryStore()),
     }[kind]()
     log = []
