@@ -152,6 +152,12 @@ def error_if(x: Array, *checks: tuple[Array, str]) -> Array:
         size for y in (x, are_wrong) for size, _ in mesh_axes(jax.typeof(y)).values()
     ]
     if varying(jax.typeof(are_wrong)) or max(sizes, default=1) > 1:
+        # Outside of programs, nobody waits.
+        if not any(isinstance(y, Tracer) for y in (x, are_wrong)):
+            wrong = np.flatnonzero(are_wrong).tolist()
+            if wrong:
+                raise RuntimeError(checks[wrong[0]][1])
+            return x
         return jnp.where(jnp.any(are_wrong), jnp.nan, x)
     messages = [message for _, message in checks]
     # Of bools, `argmax` finds the first that is true.

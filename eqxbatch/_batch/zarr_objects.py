@@ -137,7 +137,7 @@ class FolderObjects(AbstractObjects):
 
     def create(self, key: str, data: bytes) -> None:
         if not (self.path / key).exists():
-            self._write(key, data)
+            self._write(key, data, is_new=True)
 
     def write(self, key: str, data: np.ndarray, ending: np.ndarray, seal: str) -> None:
         seals = self.path / key.partition("/")[0] / _SEALS
@@ -147,7 +147,7 @@ class FolderObjects(AbstractObjects):
         # As zarr writes a chunk, but the bytes are written from where they are.
         self._write(key, data.data, ending.data)
 
-    def _write(self, key: str, *parts: Any) -> None:
+    def _write(self, key: str, *parts: Any, is_new: bool = False) -> None:
         file = self.path / key
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")
@@ -155,8 +155,9 @@ class FolderObjects(AbstractObjects):
             with partial.open("wb") as written:
                 for part in parts:
                     written.write(part)
-            # An object has its name only once it is whole.
-            partial.replace(file)
+            # An object has its name only once it is whole. Of two new ones, the first
+            # stays.
+            _rename(partial, file, is_new=is_new)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -175,7 +176,11 @@ class FolderObjects(AbstractObjects):
     def _files(self, *keys: str) -> Iterator[pathlib.Path]:
         """The files of these names, and those in folders of these names."""
         for path in map(self.path.joinpath, keys):
-            yield from path.rglob("*") if path.is_dir() else [path]
+            if not path.is_dir():
+                yield path
+            # Folders may be links to other disks.
+            for folder, _, names in os.walk(path, onerror=_raised, followlinks=True):
+                yield from (pathlib.Path(folder, name) for name in names)
 
     def array(self, name: str) -> Any:
         zarr = importlib.import_module("zarr")
@@ -220,6 +225,27 @@ class FolderObjects(AbstractObjects):
 _OF_THE_MACHINE = re.compile(r"169\.254\.|/latest/api/token|metadata\.google")
 
 
+def _rename(partial: pathlib.Path, file: pathlib.Path, *, is_new: bool) -> None:
+    """Gives a file its name, unless it is new and the name is taken."""
+    if is_new:
+        with contextlib.suppress(FileExistsError):
+            try:
+                os.link(partial, file)
+            except FileExistsError:
+                raise
+            except OSError:  # Not all file systems have links.
+                partial.replace(file)
+        partial.unlink(missing_ok=True)
+        return
+    partial.replace(file)
+
+
+def _raised(error: OSError) -> None:
+    # Another process may have removed a folder. A disk that fails says nothing.
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
+
+
 class StoreObjects(AbstractObjects):
     """The objects of a store of zarr, such as those below a prefix of a bucket.
 
@@ -245,7 +271,10 @@ class StoreObjects(AbstractObjects):
         except Exception as e:
             # obstore says everything twice.
             said, _, _ = str(e).partition("\n\nDebug source")
-            remedy = "What is written stays. Call again, which goes on from there."
+            remedy = (
+                "What is written stays: once this is resolved, call again, which goes "
+                "on from there."
+            )
             if _OF_THE_MACHINE.search(said):
                 remedy = (
                     "There are no credentials, which it then asks the machine for. Set "
@@ -275,7 +304,10 @@ class StoreObjects(AbstractObjects):
 
         async def both() -> None:
             puts = self.store.set(name, empty), self.store.set(key, whole)
-            await asyncio.gather(*puts)
+            # None of them goes on once the call has ended.
+            for x in await asyncio.gather(*puts, return_exceptions=True):
+                if isinstance(x, BaseException):
+                    raise x
 
         self._wait(both(), "write", key)
 
@@ -284,6 +316,12 @@ class StoreObjects(AbstractObjects):
             return [key async for key in self.store.list_prefix(f"{array}/")]
 
         found = self._wait(keys(), "list", array)
+        if any(not key.startswith(f"{array}/") for key in found):
+            raise ValueError(
+                f"`path` is a store that lists {found[0]!r} for what is below "
+                f"{array!r}: {self.store}. Open it with the path that its file system "
+                "returns."
+            )
         prefix = f"{array}/{_SEALS}/"
         seals = {key.removeprefix(prefix) for key in found if key.startswith(prefix)}
         # Listings of zarr have no sizes.
@@ -331,7 +369,7 @@ class Given:
 
 # Where obstore finds buckets.
 _SCHEMES = ("s3", "gs", "az")
-_URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*)://(?P<rest>.*)", re.DOTALL)
+_URL = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]+)://(?P<rest>.*)", re.DOTALL)
 
 
 def is_url(path: str) -> bool:

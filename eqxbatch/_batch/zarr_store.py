@@ -1,7 +1,9 @@
 """`ZarrStore`: arrays in chunks of zarr, on disk or elsewhere; runs can be resumed."""
 
+import errno
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -126,6 +128,9 @@ class ZarrStore(AbstractStore):
         self.store, self.version, self.is_shared = None, version, True
         if isinstance(path, str | os.PathLike):
             self.path = os.fspath(path)
+            # A path has lost one of the slashes, and would be a folder.
+            if not isinstance(path, str) and re.match(r"(s3|gs|az):[/\\]", self.path):
+                raise ValueError(f"`path` must be a string for a URL; got {path!r}.")
             is_url(self.path)
             return
         storage: Any = import_extra("zarr.storage", "ZarrStore", "store")
@@ -217,10 +222,17 @@ def _make_group(objects: AbstractObjects, metadata: bytes) -> None:
 def _read_record(objects: AbstractObjects) -> dict[str, Any]:
     """What a group says about its kernel."""
     data = objects.read(METADATA)
+    if data is None:
+        raise FileNotFoundError(
+            errno.ENOENT,
+            "`path` lacks what the first process has written. All processes must see "
+            "the same disk or bucket",
+            objects.shown(METADATA),
+        )
     node = parsed_json(
         "path",
         objects.shown(METADATA),
-        b"" if data is None else data.tobytes(),
+        data.tobytes(),
         "Nothing is deleted. Restore this file, or pass another path.",
     )
     try:

@@ -103,7 +103,7 @@ class ZarrWriter(AbstractWriter):
     ):
         self.zarr, self.objects, self.stored = zarr, objects, arrays
         self.metadata, self.check = metadata, check
-        self.names = names_of(arrays)
+        self.names, self._is_checked = names_of(arrays), False
         # A run of another kernel may begin at the same time. Its seals are not ours.
         words = json.dumps(record, sort_keys=True)
         self.record = hashlib.sha256(words.encode()).hexdigest()
@@ -196,7 +196,10 @@ class ZarrWriter(AbstractWriter):
                 and self._seal(x, sums, source(x)) in listings[x.array].seals
             }
         missing = [x for x in chunks if x not in intact]
-        needed, free = sum(map(self._bytes, missing)), self.objects.num_free()
+        # What is written over has its space already.
+        there = (listings[x.array].sizes.get(self._key(x)) or 0 for x in missing)
+        needed = sum(map(self._bytes, missing)) - sum(there)
+        free = self.objects.num_free()
         if free is not None and needed > free:
             raise OSError(
                 errno.ENOSPC,
@@ -208,6 +211,10 @@ class ZarrWriter(AbstractWriter):
         return missing
 
     def write(self, chunk: Chunk, values: np.ndarray, source: str = "") -> None:
+        # Of two kernels that begin at one place, one loses: before it writes anything.
+        if not self._is_checked:
+            self.check()
+            self._is_checked = True
         data = self._encoded(chunk, values)
         # The bytes are read once for both checksums.
         sums = checksums(data)

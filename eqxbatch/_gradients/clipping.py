@@ -25,7 +25,7 @@ from .._base.dtypes import (
     sum_of_squares,
     times_two_to,
 )
-from .._base.mesh import is_on_mesh
+from .._base.mesh import error_if, is_on_mesh
 from .._base.platforms import platform
 from .._base.trees import described, safe_zip
 from .._base.types import check_types
@@ -75,7 +75,7 @@ Norms = Literal["leaf"] | Callable[[str, Any], Hashable] | None
 def checked_bound(bound: Array) -> Array:
     # `~(bound >= 0)` holds for NaN, too.
     is_wrong = ~jnp.all(bound >= 0)
-    return eqx.error_if(bound, is_wrong, "`clip_norm` must not be negative or NaN.")
+    return error_if(bound, (is_wrong, "`clip_norm` must not be negative or NaN."))
 
 
 def clipping_groups(

@@ -151,7 +151,7 @@ class ComputedMatrix(AbstractKernelMatrix):
 
     @property
     def team(self) -> Team:
-        return Team(self.mesh_axis)
+        return Team(self.mesh_axis, is_whole=True)
 
     def stored(self, store: AbstractStore, meter: AbstractProgressMeter | None) -> Any:
         """The matrix in a store."""

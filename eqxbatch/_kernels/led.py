@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from .._base.types import AnyArray
+from .conjugate_gradients import standard_promotion
 from .kernel_matrices import AbstractKernelMatrix
 from .team import Team
 
@@ -77,7 +78,9 @@ class LedMatrix(AbstractKernelMatrix):
 def _obeyed(matrix: AbstractKernelMatrix, team: Team, order: _Order) -> np.ndarray:
     def run() -> np.ndarray:
         if order.kind == _PRODUCT:
-            return matrix.product(order.array)
+            # As in the first process, which would compile another program otherwise.
+            with standard_promotion():
+                return matrix.product(order.array)
         if order.kind == _DIAGONAL:
             return np.asarray(matrix.diagonal())
         return np.asarray(matrix.column(jnp.asarray(order.array[0, 0], jnp.int32)))
@@ -125,6 +128,6 @@ def _followed(matrix: AbstractKernelMatrix, team: Team) -> list[np.ndarray]:
             return [_told(team, order).array for _ in range(num)]
         try:
             _obeyed(matrix, team, order)
-        except Exception as e:
+        except BaseException as e:
             # The first one fails, too, and says that this is the end.
             error = e

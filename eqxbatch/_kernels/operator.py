@@ -45,7 +45,8 @@ class KernelOperator(AbstractTaggedOperator):
     [`eqxbatch.kernel_solve`][].
 
     - `mv(vector)`: the product with a vector of shape `(n2,)`, or with `k` vectors in
-        an array of shape `(n2, k)`.
+        an array of shape `(n2, k)`. With a `mesh` of several processes, all of them
+        call it, also for a stored kernel.
     - `transpose()`: the transpose, as another such operator.
     - `diagonal()`: the diagonal, computed from the blocks that contain it.
     - `column(index)`: one column, of shape `(n1,)`.
@@ -239,7 +240,8 @@ def _stored_matrix(
         )
     # The host multiplies what is stored.
     array = np.asarray(array) if isinstance(array, jax.Array) else array
-    reader = Reader(array, is_hermitian, is_checked=is_hermitian, team=Team(mesh_axis))
+    team = Team(mesh_axis, is_whole=True)
+    reader = Reader(array, is_hermitian, is_checked=is_hermitian, team=team)
     return StoredMatrix(reader)
 
 

@@ -22,6 +22,7 @@ from .._batch.reading import as_numpy
 from .kernel_matrices import AbstractKernelMatrix, StoredMatrix
 from .led import led
 from .on_host import check_solve
+from .team import Team
 
 
 if TYPE_CHECKING:
@@ -170,33 +171,37 @@ def kernel_solve(
     if not 0 < rtol < 1:
         raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
     check_at_least("max_steps", max_steps, 1)
-    meter = as_meter(progress)
-    if meter is not None:
-        _check_meter(meter)
-    problem = {
-        "shape": list(right.shape),
-        "y": digest(right),
-        "ridge": ridge,
-        "preconditioner_rank": rank,
-        "rtol": rtol,
-        "kernel": f"{operator.matrix.struct.dtype}",
-    }
+    _check_same(operator.matrix.team, right)
+    # Single precision has a narrow range, so that columns are scaled to about 1.
+    sizes = _column_scales(right)
+    scaled = right / sizes
 
     def solve(matrix: AbstractKernelMatrix) -> list[np.ndarray]:
+        # Only one of several processes may have a progress bar.
+        meter = as_meter(progress)
+        if meter is not None:
+            _check_meter(meter)
         # A folder may be of another system, whose state would not be a start.
-        saved = None if checkpoint is None else Checkpoint(checkpoint, problem)
+        saved = None
+        if checkpoint is not None:
+            problem = {
+                "shape": list(right.shape),
+                "y": digest(right),
+                "ridge": ridge,
+                "preconditioner_rank": rank,
+                "rtol": rtol,
+                "kernel": f"{matrix.struct.dtype}",
+            }
+            saved = Checkpoint(checkpoint, problem)
         factor = _factor(matrix, rank, saved)
-        # Single precision has a narrow range, so that columns are scaled to about 1.
-        sizes = _column_scales(right)
         method = ConjugateGradients(
             _ridged_product(matrix, ridge),
             _preconditioner(factor, ridge),
-            right / sizes,
+            scaled,
             rtol,
         )
         probe = lambda: _probe(matrix)
-        begin = initial(right / sizes)
-        state = _solved(method, begin, max_steps, meter, saved, probe)
+        state = _solved(method, initial(scaled), max_steps, meter, saved, probe)
         residuals, num = method.residuals(state), np.int64(state.num_products)
         return [state.solution * sizes, residuals[None], num[None, None]]
 
@@ -205,6 +210,20 @@ def kernel_solve(
     weights = jnp.asarray(solution.astype(dtype)).reshape(y.shape)
     residuals = jnp.asarray(residuals.astype(weights.real.dtype))
     return KernelSolution(weights, residuals.reshape(y.shape[1:]), int(num[0, 0]))
+
+
+def _check_same(team: Team, right: np.ndarray) -> None:
+    """Raises `ValueError` if the processes have other right-hand sides."""
+    if team.num == 1:
+        return
+    own = np.frombuffer(bytes.fromhex(digest(right)), np.uint32)
+    first = team.from_first(own)
+
+    def check() -> None:
+        if not np.array_equal(first, own):
+            raise ValueError("`y` must be the same in all processes, with all rows.")
+
+    team.together(check)
 
 
 def _as_operator(

@@ -11,13 +11,13 @@ from .on_devices import MeshAxis
 
 
 class Team:
-    """The devices and processes of a mesh axis.
+    """The devices and processes of a mesh axis, or of the whole mesh.
 
     - `devices`: the devices of this process.
     - `rank`, `num`: the index of this process and the number of processes.
     """
 
-    def __init__(self, mesh_axis: MeshAxis | None):
+    def __init__(self, mesh_axis: MeshAxis | None, *, is_whole: bool = False):
         self.devices: list = []
         self.rank, self.num = 0, 1
         # Without a mesh, this process works alone, on the default device.
@@ -27,6 +27,8 @@ class Team:
         axis = mesh.axis_names.index(mesh_axis.name)
         # Devices along other axes would repeat the same work.
         line = np.moveaxis(mesh.devices, axis, 0).reshape(mesh_axis.num, -1)[:, 0]
+        # A program runs on all of them.
+        line = mesh.devices.reshape(-1) if is_whole else line
         processes = sorted({device.process_index for device in line})
         this = jax.process_index()
         self.devices = [device for device in line if device.process_index == this]
@@ -48,7 +50,8 @@ class Team:
         error = result = None
         try:
             result = run()
-        except Exception as e:
+        # An interrupt, too, must not leave the others waiting.
+        except BaseException as e:
             error = e
         if self.num > 1:
             # One that failed takes part, too: all others would wait for it forever.

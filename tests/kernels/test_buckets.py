@@ -1,6 +1,7 @@
 """Kernels and maps in buckets: the same bits as in folders, whatever requests do."""
 
 import os
+import pathlib
 import random
 import subprocess
 import sys
@@ -286,16 +287,19 @@ class Children:
             text=True,
             env={**environment(), **bucket.environment, "PYTHONWARNINGS": "ignore"},
         )
-        self.pid = 0
+        self.pid, self.is_known = -1, threading.Event()
 
     def send_signal(self, number):
+        self.is_known.wait()
         os.kill(self.pid, number)
 
     def run(self, url):
         """The exit status of a run."""
+        self.is_known.clear()
         self.process.stdin.write(f"{url}\n")
         self.process.stdin.flush()
         self.pid = int(self.process.stdout.readline())
+        self.is_known.set()
         return int(self.process.stdout.readline())
 
 
@@ -318,26 +322,32 @@ def test_runs_that_are_killed(num, bucket, expected):
     assert chunks_of(bucket.objects(f"killed/{num}")) == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_two_kernels_at_one_place(seed, bucket, expected):
+@pytest.mark.parametrize("kind", ("bucket", "bucket again", "folder", "fsspec"))
+def test_two_kernels_at_one_place(kind, bucket, tmp_path):
     """Who is first wins, and the other one gets to know."""
-    errors, began = [], threading.Barrier(2)
+    errors, found, began = [], [], threading.Barrier(2)
+    store = {
+        "folder": lambda: tmp_path,
+        "fsspec": lambda: zarr.storage.FsspecStore.from_url("memory://two"),
+    }.get(kind, lambda: bucket.store(f"two/{kind}"))
 
     def run(x):
-        batched = stored(bucket.store(f"two/{seed}"))
+        batched = stored(store())
         began.wait()
         try:
-            return batched(x)[:]
+            found.append((x, batched(x)[:]))
         except ValueError as e:
             errors.append(str(e))
 
-    threads = [threading.Thread(target=run, args=(x,)) for x in (X, X + 1)]
+    threads = [threading.Thread(target=run, args=(x,)) for x in (X, 2 * X)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(errors) == 1
     assert "has another kernel than this one" in errors[0]
+    ((x, got),) = found
+    assert_bits(got, stored("host")(x))
 
 
 # Wrong inputs.
@@ -363,6 +373,7 @@ class CannotBeReadOnly(zarr.storage.MemoryStore):
         (zarr.storage.MemoryStore(read_only=True), ValueError, "which is read-only"),
         (CannotDelete(), ValueError, "supports_deletes is False"),
         (CannotBeReadOnly(), ValueError, "with_read_only is not implemented"),
+        (pathlib.Path("s3://bucket/kernel"), ValueError, "must be a string for a URL"),
         (3, TypeError, "store"),
     ),
 )

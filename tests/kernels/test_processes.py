@@ -33,14 +33,14 @@ BEGIN = """
 
     class Tiles:
         # A stored kernel; it counts its tiles, and may fail.
-        def __init__(self, array, fails=False):
-            self.array, self.num, self.fails = array, 0, fails
+        def __init__(self, array, fails=False, error=OSError):
+            self.array, self.num, self.fails, self.error = array, 0, fails, error
             self.shape, self.dtype, self.chunks = array.shape, array.dtype, (8, 8)
 
         def __getitem__(self, index):
             self.num += 1
             if self.fails:
-                raise OSError("no disk")
+                raise self.error("no disk")
             return self.array[index]
 
     class Stops(eqxbatch.AbstractProgressMeter):
@@ -103,6 +103,16 @@ TOGETHER = """
     )
     print("failed", error_of(lambda: solve("failed", failing)), flush=True)
 
+    for place in (0, num - 1):
+        # An interrupt while a process multiplies.
+        tiles = Tiles(dense, fails=rank == place, error=KeyboardInterrupt)
+        failing = eqxbatch.KernelOperator(tiles, **settings)
+        message = error_of(lambda: solve(f"interrupted {place}", failing))
+        print(f"interrupted{place}", message, flush=True)
+    message = error_of(lambda: solve("own", y=y + rank))
+    print("own", message, flush=True)
+    np.testing.assert_array_equal(solve("again").weights, whole.weights)
+
     init = lambda key: eqx.nn.MLP(3, 2, 8, 1, key=key)
     average = {"init": init, "key": jax.random.key(0), "num_samples": 2 * num}
     alone = eqxbatch.MonteCarloKernel(**average, get="ntk")(x)
@@ -145,7 +155,11 @@ def run(script, num, folder, timeout=200):
         )
         for rank in range(num)
     ]
-    found = [process.communicate(timeout=timeout) for process in processes]
+    try:
+        found = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     return [
         (process.returncode, dict(line.split(" ", 1) for line in out.splitlines()), err)
         for process, (out, err) in zip(processes, found, strict=True)
@@ -171,6 +185,10 @@ def test_several_processes(num, tmp_path):
         for name in ("stopped", "other"):
             assert out[name].startswith("RuntimeError: The first process has failed")
     assert others[-1]["failed"] == "OSError: no disk"
+    assert first["interrupted0"] == "KeyboardInterrupt: no disk"
+    assert others[-1][f"interrupted{num - 1}"] == "KeyboardInterrupt: no disk"
+    assert others[-1]["own"].startswith("ValueError: `y` must be the same in all")
+    assert first["own"].startswith("RuntimeError: A kernel is computed by")
     weights = [np.load(tmp_path / f"weights_{rank}.npy") for rank in range(num)]
     for other in weights[1:]:
         np.testing.assert_array_equal(other, weights[0])
