@@ -460,7 +460,7 @@ def test_wrong_settings(unchecked):
         (
             {"store": 3},
             TypeError,
-            r"`store` must be .* str \| PathLike; got 3",
+            r"`store` must be .* str \| PathLike \| .*; got 3",
         ),
         ({"store": "disk"}, ValueError, "'host', a path on disk.*Write './disk'"),
         ({"progress": "yes"}, TypeError, "`progress` must be AbstractProgressMeter"),
