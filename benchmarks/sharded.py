@@ -256,9 +256,9 @@ def bars(found: dict[str, dict[str, Reading | str]], quick: bool) -> list[Bar]:
             ("temporaries", clipped.temporaries / plain.temporaries, 1.15),
             ("gathered", clipped.gathered / max(plain.gathered, 1), 1.0),
         ):
-            limits.append(
-                Bar(f"{title}: {name}, of the plain gradient's", ratio, limit)
-            )
+            if not (quick and name == "temporaries"):
+                name = f"{title}: {name}, of the plain gradient's"
+                limits.append(Bar(name, ratio, limit))
     return limits
 
 
