@@ -5,20 +5,14 @@ takes most of the time itself: without it, a network would.
 """
 
 import concurrent.futures
-import contextlib
 import functools
-import http.client
 import itertools
-import os
 import pathlib
 import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -29,47 +23,24 @@ import zarr
 from eqxbatch import filter_batch_kernel, filter_micro_vmap, over_batches
 from . import harness
 from .harness import Bar
+from .local import BUCKET, bucket_server
 
 
 NAME = "buckets"
 NO_LIMIT = "the time is that of the server"
 
 
-@contextlib.contextmanager
-def served() -> Iterator[Callable[[str], Any]]:
-    """Stores of obstore below prefixes of a bucket."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    environment = {**os.environ, "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**30)}
-    settings = {
-        "endpoint": f"http://127.0.0.1:{port}",
-        "region": "us-east-1",
-        "access_key_id": "test",
-        "secret_access_key": "test",
-        "client_options": {"allow_http": True},
-    }
-    with subprocess.Popen(command, env=environment, **quiet) as server:
-        try:
-            _make_bucket(port)
-            yield lambda prefix: obstore.store.S3Store(
-                "bucket", prefix=prefix, **settings
-            )
-        finally:
-            server.terminate()
-
-
-def _make_bucket(port: int) -> None:
-    for _ in range(600):
-        with contextlib.suppress(ConnectionError):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("PUT", "/bucket")
-            assert connection.getresponse().status == 200
-            return
-        time.sleep(0.1)
-    raise TimeoutError("The server has not begun.")
+def opened(port: int, prefix: str) -> Any:
+    """A store of obstore, below a prefix of the bucket."""
+    return obstore.store.S3Store(
+        BUCKET,
+        prefix=prefix,
+        endpoint=f"http://127.0.0.1:{port}",
+        region="us-east-1",
+        access_key_id="test",
+        secret_access_key="test",
+        client_options={"allow_http": True},
+    )
 
 
 def jobs(quick: bool) -> dict[str, tuple[Callable[[Any], Any], list[np.ndarray]]]:
@@ -109,7 +80,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     lines = ["| job | way | time ÷ eqxbatch's |", "|---|---|---:|"]
     bars, figures, number = [], {}, itertools.count()
     rounds = harness.rounds_of(2 if quick else 7)
-    with served() as open_store, tempfile.TemporaryDirectory() as folder:
+    with bucket_server() as port, tempfile.TemporaryDirectory() as folder:
         for title, (write, chunks) in jobs(quick).items():
             # Each writes to a place of its own, once.
             ways = {
@@ -124,7 +95,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
             times: dict[str, list[float]] = {name: [] for name in ways}
             for i, (name, way) in itertools.product(range(rounds + 1), ways.items()):
                 place = str(next(number))
-                path, store = pathlib.Path(folder, place), open_store(place)
+                path, store = pathlib.Path(folder, place), opened(port, place)
                 begin = time.perf_counter()
                 way(path, store)
                 if i:

@@ -7,7 +7,6 @@ file as a script: `python -m benchmarks.processes`.
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ import numpy as np
 from eqxbatch import filter_batch_kernel, kernel_solve, MonteCarloKernel
 from . import harness
 from .harness import Bar
+from .local import free_port
 
 
 NAME = "processes"
@@ -83,9 +83,7 @@ def work(folder: pathlib.Path, num: int) -> dict[str, float]:
 
 def together(num_processes: int, num: int) -> dict[str, float]:
     """CPU seconds of each job in all processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(

@@ -6,11 +6,9 @@ import dataclasses
 import datetime
 import http.client
 import http.server
-import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +16,7 @@ from collections.abc import Callable, Iterator
 import obstore.store
 import zarr
 
-
-BUCKET = "bucket"
+from benchmarks.local import BUCKET, bucket_server
 
 
 # Few repetitions, which begin soon.
@@ -223,35 +220,8 @@ def at(number: int, what: str) -> Fault:
 @contextlib.contextmanager
 def served() -> Iterator[Proxy]:
     """A proxy of a server with one bucket."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    environment = {**os.environ, "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**27)}
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    ) as server:
-        try:
-            _make_bucket(server, port)
-            proxy = Proxy(port)
-            yield proxy
-            proxy.server.shutdown()
-            proxy.server.server_close()
-        finally:
-            server.terminate()
-
-
-def _make_bucket(server: subprocess.Popen, port: int) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "The server has ended."
-        try:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            connection.request("PUT", f"/{BUCKET}")
-            assert connection.getresponse().status == 200
-            return
-        except ConnectionError:
-            time.sleep(0.1)
-    raise TimeoutError("The server has not begun.")
+    with bucket_server() as port:
+        proxy = Proxy(port)
+        yield proxy
+        proxy.server.shutdown()
+        proxy.server.server_close()

@@ -106,9 +106,9 @@ class OverBatches(AbstractTransform):
     - `store`: where results with a row for each example are stored, with a
         `batch_size`: a path on disk, the URL of a bucket, a store of zarr, or an
         [`eqxbatch.ZarrStore`][], for zarr arrays with a chunk for each batch; or
-        `"host"`. All results of the transform must be
-        such rows. To resume a run that was stopped or killed, call it again: it
-        computes the chunks that are missing, or whose rows were others.
+        `"host"`. All results of the transform must be such rows. To resume a run that
+        was stopped or killed, call it again: it computes the chunks that are missing,
+        or whose rows were others.
     - `sharding`: where batches are put, such as
         `NamedSharding(mesh, PartitionSpec("data"))`. With several processes, each gives
         its own rows of a batch. The default is the default device, and arrays of JAX

@@ -4,12 +4,14 @@ import abc
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import itertools
 import os
 import pathlib
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Coroutine, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -24,6 +26,11 @@ METADATA = "zarr.json"
 
 # Next to the chunks of an array: which values belong to which of its chunks.
 _SEALS = "places"
+
+
+# Which runs are about to make an object. No array can have this name. So long does one
+# wait for another.
+_CLAIMS, _PATIENCE = ".claims", 10.0
 
 
 # How zarr names an unfinished file.
@@ -178,6 +185,7 @@ class FolderObjects(AbstractObjects):
         for path in map(self.path.joinpath, keys):
             if not path.is_dir():
                 yield path
+                continue
             # Folders may be links to other disks.
             for folder, _, names in os.walk(path, onerror=_raised, followlinks=True):
                 yield from (pathlib.Path(folder, name) for name in names)
@@ -227,21 +235,20 @@ _OF_THE_MACHINE = re.compile(r"169\.254\.|/latest/api/token|metadata\.google")
 
 def _rename(partial: pathlib.Path, file: pathlib.Path, *, is_new: bool) -> None:
     """Gives a file its name, unless it is new and the name is taken."""
-    if is_new:
-        with contextlib.suppress(FileExistsError):
-            try:
-                os.link(partial, file)
-            except FileExistsError:
-                raise
-            except OSError:  # Not all file systems have links.
-                partial.replace(file)
-        partial.unlink(missing_ok=True)
+    if not is_new:
+        partial.replace(file)
         return
-    partial.replace(file)
+    try:
+        os.link(partial, file)
+    except FileExistsError:
+        pass
+    except OSError:  # Not all file systems have links.
+        partial.replace(file)
+    partial.unlink(missing_ok=True)
 
 
 def _raised(error: OSError) -> None:
-    # Another process may have removed a folder. A disk that fails says nothing.
+    # Another process may have removed a folder. If it cannot be read, nothing is known.
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
 
@@ -292,9 +299,52 @@ class StoreObjects(AbstractObjects):
         return None if found is None else found.as_numpy_array().view(np.uint8)
 
     def create(self, key: str, data: bytes) -> None:
+        """Writes an object, unless there is one.
+
+        Few stores can do so at once. So each run claims the key before it looks who
+        else does: of two runs, the second one sees the claim of the first, or what that
+        has written.
+        """
+        contents = hashlib.sha256(data).hexdigest()
+        claims = f"{_CLAIMS}/{key}/"
+        own = f"{claims}{contents}-{uuid.uuid4().hex}"
+        end = time.monotonic() + _PATIENCE
+        try:
+            while self.read(key) is None:
+                self._put(own, b"")
+                found = self._keys(claims)
+                others = [x for x in found if not x.startswith(f"{claims}{contents}")]
+                if not others:
+                    if self.read(key) is None:
+                        self._put(key, data)
+                    return
+                # One gives way, and then sees what the other one has written.
+                if min(others) < own:
+                    self._delete(own)
+                if time.monotonic() > end:
+                    raise OSError(
+                        f"`path` is claimed by another run for {_PATIENCE:.0f} s: "
+                        f"{self.shown(others[0])}. If that run was killed, delete this "
+                        "object."
+                    )
+                time.sleep(0.05)
+        finally:
+            # If it stays, only other kernels wait for it.
+            with contextlib.suppress(OSError):
+                self._delete(own)
+
+    def _put(self, key: str, data: bytes) -> None:
         buffer = _buffers().cpu.Buffer.from_bytes(data)
-        # The first one stays, where the store can tell.
-        self._wait(self.store.set_if_not_exists(key, buffer), "write", key)
+        self._wait(self.store.set(key, buffer), "write", key)
+
+    def _delete(self, key: str) -> None:
+        self._wait(self.store.delete(key), "delete", key)
+
+    def _keys(self, prefix: str) -> list[str]:
+        async def keys() -> list[str]:
+            return [key async for key in self.store.list_prefix(prefix)]
+
+        return self._wait(keys(), "list", prefix)
 
     def write(self, key: str, data: np.ndarray, ending: np.ndarray, seal: str) -> None:
         as_buffer = _buffers().cpu.Buffer.from_array_like
@@ -312,10 +362,7 @@ class StoreObjects(AbstractObjects):
         self._wait(both(), "write", key)
 
     def listing(self, array: str) -> Listing:
-        async def keys() -> list[str]:
-            return [key async for key in self.store.list_prefix(f"{array}/")]
-
-        found = self._wait(keys(), "list", array)
+        found = self._keys(f"{array}/")
         if any(not key.startswith(f"{array}/") for key in found):
             raise ValueError(
                 f"`path` is a store that lists {found[0]!r} for what is below "
@@ -337,7 +384,14 @@ class StoreObjects(AbstractObjects):
         return zarr.Array(self._wait(opened(), "open", name))
 
     def is_foreign(self) -> bool:
-        return not self._wait(self.store.is_empty(""), "list")
+        async def is_any() -> bool:
+            async for key in self.store.list_prefix(""):
+                # A run that was killed may have left its claim, and nothing else.
+                if not key.startswith(f"{_CLAIMS}/"):
+                    return True
+            return False
+
+        return self._wait(is_any(), "list")
 
     def num_free(self) -> None:
         return None

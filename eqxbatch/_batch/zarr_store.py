@@ -177,7 +177,7 @@ class ZarrStore(AbstractStore):
         if is_first:
             # A killed run may have made only some; another may be making them.
             for key, data in metadata.items():
-                if objects.read(key) is None:
+                if key != METADATA and objects.read(key) is None:
                     objects.create(key, data)
         writer = ZarrWriter(zarr, objects, arrays, expected, metadata, check)
         # Only now: unfinished files in the folder of another kernel are not ours.
@@ -209,7 +209,8 @@ def _check_dtypes(arrays: Sequence[StoredArray]) -> None:
 def _make_group(objects: AbstractObjects, metadata: bytes) -> None:
     if objects.read(METADATA) is not None:
         return
-    if objects.is_foreign():
+    # Another run may have made the group in between.
+    if objects.is_foreign() and objects.read(METADATA) is None:
         raise ValueError(
             "`path` is a folder that contains something other than a kernel: "
             f"{objects.shown()}. Pass one that is empty or does not exist."

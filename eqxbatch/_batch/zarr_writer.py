@@ -75,13 +75,6 @@ def _parsed(zarr: Any, data: bytes) -> dict[str, Any]:
     return zarr.open_array(memory, mode="r").metadata.to_dict()
 
 
-def _seal(chunk: Chunk, sums: np.ndarray, source: str) -> str:
-    """A digest of the checksums of a chunk, of its place, and of its source."""
-    seal = hashlib.blake2b(f"{chunk.index}{source}".encode(), digest_size=16)
-    seal.update(sums.data)
-    return seal.hexdigest()
-
-
 class ZarrWriter(AbstractWriter):
     """Writes chunks, and beside each a seal that says which values belong there.
 
@@ -144,7 +137,11 @@ class ZarrWriter(AbstractWriter):
         return "/".join([self.names[chunk.array], "c", *map(str, chunk.index)])
 
     def _seal(self, chunk: Chunk, sums: np.ndarray, source: str) -> str:
-        return _seal(chunk, sums, f"{self.record} {source}")
+        """A digest of a chunk's checksums, place and source, and of the record."""
+        made_of = f"{chunk.index}{self.record} {source}".encode()
+        seal = hashlib.blake2b(made_of, digest_size=16)
+        seal.update(sums.data)
+        return seal.hexdigest()
 
     def _has_size(self, chunk: Chunk, sizes: dict[str, int | None]) -> bool:
         """Whether a chunk is there, with the right size if that is known."""

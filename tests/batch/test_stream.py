@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from benchmarks.local import free_port
 from eqxbatch import (
     AbstractAccumulator,
     AbstractProgressMeter,
@@ -534,9 +534,7 @@ TOGETHER = """
 
 @pytest.mark.matrix
 def test_two_processes_with_a_loader_each():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = f"{COMPILE_FAST} --xla_force_host_platform_device_count=2"
     command = [sys.executable, "-c", textwrap.dedent(TOGETHER)]
     processes = [

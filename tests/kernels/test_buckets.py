@@ -23,6 +23,7 @@ from eqxbatch import (
     over_batches,
     ZarrStore,
 )
+from eqxbatch._batch import zarr_objects
 from ..buckets import always, at, BUCKET, first, Request, served
 from ..helpers import assert_bits
 from ..on_cpu import environment
@@ -348,6 +349,24 @@ def test_two_kernels_at_one_place(kind, bucket, tmp_path):
     assert "has another kernel than this one" in errors[0]
     ((x, got),) = found
     assert_bits(got, stored("host")(x))
+
+
+@pytest.mark.parametrize("first_name", ("0" * 64, "f" * 64))
+def test_claims_of_other_runs(first_name, bucket, monkeypatch):
+    """One that is left is named; one that goes away is waited for."""
+    monkeypatch.setattr(zarr_objects, "_PATIENCE", 0.3)
+    store = bucket.store(f"claimed/{first_name[0]}")
+    claim = f".claims/zarr.json/{first_name}-1"
+    store.store.put(claim, b"")
+    with pytest.raises(OSError, match=rf"another run for 0 s: .*{claim}.* delete this"):
+        stored(store)()
+    assert [*bucket.objects(f"claimed/{first_name[0]}")] == [claim]
+    monkeypatch.setattr(zarr_objects, "_PATIENCE", 60.0)
+    timer = threading.Timer(0.5, store.store.delete, [claim])
+    timer.start()
+    assert_bits(stored(store)()[:], stored("host")())
+    timer.join()
+    assert not [x for x in bucket.objects("claimed") if ".claims" in x]
 
 
 # Wrong inputs.

@@ -1,6 +1,5 @@
 """Products, solves and averages that several processes compute together."""
 
-import socket
 import subprocess
 import sys
 import textwrap
@@ -9,6 +8,7 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks.local import free_port
 from ..flags import COMPILE_FAST
 from ..on_cpu import environment
 
@@ -141,9 +141,7 @@ DIES = """
 
 def run(script, num, folder, timeout=200):
     """What some processes print that run a script together, and how they end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     text = textwrap.dedent(BEGIN) + textwrap.dedent(script)
     processes = [
         subprocess.Popen(

@@ -6,7 +6,6 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import zarr
 
+from benchmarks.local import free_port
 from eqxbatch import (
     filter_batch_kernel,
     ZarrStore,
@@ -614,9 +614,7 @@ def test_meshes_of_some_processes(monkeypatch):
 @pytest.mark.cpu
 @pytest.mark.versions
 def test_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = f"{COMPILE_FAST} --xla_force_host_platform_device_count=2"
     processes = [
         subprocess.Popen(
