@@ -12,9 +12,11 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
+from .._base.mesh import whole_rows, with_type_of
 from .._base.primitives import SUMS
 from .._base.trees import safe_zip
 from .axes import Axes, axes_in, Axis, Named, Role
@@ -91,7 +93,10 @@ class Layout:
         column = bias[0].reshape([self.shape[axis] for axis in axes])
         wanted = (*self.batch, *self.outputs)
         column = jnp.transpose(column, [axes.index(axis) for axis in wanted])
-        return jnp.concatenate([weight, column.reshape(num, rows, 1)], axis=-1)
+        # On explicit meshes, JAX 0.9 joins only arrays that lie alike.
+        weight = whole_rows(weight, 2)
+        column = with_type_of(jax.typeof(weight), column.reshape(num, rows, 1))
+        return jnp.concatenate([weight, column], axis=2)
 
     def leaves(
         self, matrices: Inexact[Array, "batch outputs inputs"]

@@ -5,10 +5,11 @@ from typing import Any, cast, NamedTuple, TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array, Int, Real
+from jaxtyping import Array, Int, PyTree, Real
 
 from .._base.checks import check_at_least
 from .._base.dtypes import widened
+from .._base.mesh import with_type_of
 from .._base.trees import described
 from .._base.types import checked
 from .._curvature.kronecker_factors import KroneckerFactors
@@ -205,8 +206,7 @@ def scale_by_kfac(
             return step, state
         # The product of the step and the gradient is the squared norm of the step in
         # the metric of the damped matrix. Below the bound, the scale is 1.
-        wide = (jax.tree.map(widened, x) for x in (step, updates))
-        squared = jnp.asarray(optax.tree.vdot(*wide))
+        squared = _inner(*(jax.tree.map(widened, x) for x in (step, updates)))
         most = jnp.asarray(bound, squared.dtype)
         scale = jnp.sqrt(most / jnp.maximum(squared, most))
 
@@ -218,3 +218,13 @@ def scale_by_kfac(
         return jax.tree.map(shorter, step), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _inner(first: PyTree, second: PyTree) -> Array:
+    """The inner product of two PyTrees, also if arrays lie differently on a mesh."""
+
+    # `jnp.vdot` is ambiguous for arrays that explicit axes of a mesh share.
+    def inner(x: Array, y: Array) -> Array:
+        return jnp.sum(x * with_type_of(jax.typeof(x), y))
+
+    return jnp.asarray(sum(jax.tree.leaves(jax.tree.map(inner, first, second))))
