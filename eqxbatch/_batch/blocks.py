@@ -217,6 +217,37 @@ def merge_parts(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
     return _reshape(x, shape, [*spec[:axis], merged, *spec[axis + 1 :]])
 
 
+def cut_rows(
+    x: Shaped[Array, "..."], axis: int, num: int, size: int, parts: int
+) -> Shaped[Array, "..."]:
+    """`num` pieces of `size` rows along a new axis 0, with a share of every part each.
+
+    The rows behind them are left out.
+    """
+    # `[..., rows, ...]` to `[num, ..., size, ...]`, in each part by itself.
+    is_split = are_split(x, axis, parts)
+    if is_split:
+        x = split_parts(x, axis, parts)
+        axis += 1
+    rows = num * size // parts
+    if x.shape[axis] != rows:
+        x = lax.slice_in_dim(x, 0, rows, 1, axis)
+    x = jnp.moveaxis(split_parts(x, axis, num), axis, 0)
+    return merge_parts(x, axis) if is_split else x
+
+
+def join_rows(
+    pieces: Shaped[Array, "num ..."], axis: int, parts: int
+) -> Shaped[Array, "..."]:
+    """The inverse of `cut_rows`."""
+    if are_split(pieces, axis + 1, parts):
+        pieces = split_parts(pieces, axis + 1, parts)
+        x = merge_parts(jnp.moveaxis(pieces, 0, axis + 1), axis + 1)
+    else:
+        x = jnp.moveaxis(pieces, 0, axis)
+    return merge_parts(x, axis)
+
+
 def _reshape(
     x: Shaped[Array, "..."], shape: tuple[int, ...], spec: list[Any]
 ) -> Shaped[Array, "..."]:

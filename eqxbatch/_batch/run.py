@@ -29,7 +29,9 @@ from .blocks import (
     Block,
     block_struct,
     Blocks,
+    cut_rows,
     full_block,
+    join_rows,
     merge_parts,
     remainder_block,
     split_parts,
@@ -224,17 +226,8 @@ class Run(eqx.Module):
 
     def cut(self, x: Array, axis: int) -> Array:
         """The full microbatches of an array, along a new axis 0."""
-        # `[..., rows, ...]` to `[steps, ..., size, ...]`, in each part by itself.
-        num, parts = self.num_steps, self.blocks.parts
-        is_split = are_split(x, axis, parts)
-        if is_split:
-            x = split_parts(x, axis, parts)
-            axis += 1
-        rows = num * self.blocks.size // parts
-        if x.shape[axis] != rows:
-            x = lax.slice_in_dim(x, 0, rows, 1, axis)
-        x = jnp.moveaxis(split_parts(x, axis, num), axis, 0)
-        return merge_parts(x, axis) if is_split else x
+        num, size = self.num_steps, self.blocks.size
+        return cut_rows(x, axis, num, size, self.blocks.parts)
 
     def values(
         self, block: Block, rows: Rows | None, condition: Array | None
@@ -299,14 +292,7 @@ class Run(eqx.Module):
     def merged(self, slot: OutputAccumulator, stacked: Array) -> Array:
         """Undoes `cut`: merges the new axis 0 of microbatches with their rows."""
         value = jax.eval_shape(lambda x: x[0], stacked)
-        # `[steps, ..., size, ...]` to `[..., rows, ...]`, in each part by itself.
-        axis, parts = self.rows_of(slot, value)
-        if are_split(stacked, axis + 1, parts):
-            stacked = split_parts(stacked, axis + 1, parts)
-            x = merge_parts(jnp.moveaxis(stacked, 0, axis + 1), axis + 1)
-        else:
-            x = jnp.moveaxis(stacked, 0, axis)
-        return merge_parts(x, axis)
+        return join_rows(stacked, *self.rows_of(slot, value))
 
     def joined(
         self, slot: OutputAccumulator, value: jax.ShapeDtypeStruct, pieces: list[Array]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Real
+from jaxtyping import Array, Bool, PyTree, Real
 
 from .._base.dtypes import (
     common_power_of_two,
@@ -31,11 +31,12 @@ from .._base.dtypes import (
     times_two_to,
     widened,
 )
-from .._base.mesh import is_on_mesh, vary_as
+from .._base.mesh import is_on_mesh, num_parts, vary_as
 from .._base.platforms import platform
 from .._base.structs import vary
 from .._base.trees import safe_zip
 from .._base.versions import varying
+from .._batch.blocks import cut_rows, join_rows
 from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
 from .contract import contract
 from .factors import Factor, Factors, scale_of
@@ -274,11 +275,14 @@ def _for_each_formed(
 
     It takes one gradient with an axis of size 1 in front for each leaf.
     """
-    form, arrays, size = formed_gradients(leaves, num)
-    one = lambda args: fun(form(args[1]))
+    forming = formed_gradients(leaves, num)
+    one = lambda args: fun(forming.form(args[1]))
     # There may be no arrays that differ between examples.
-    args = jnp.arange(num), arrays
-    return jax.vmap(one)(args) if size == num else lax.map(one, args, batch_size=size)
+    args = jnp.arange(num), forming.arrays
+    if forming.steps == 1:
+        return jax.vmap(one)(args)
+    stacked = lax.map(jax.vmap(one), forming.cut(args))
+    return [join_rows(x, 0, forming.parts) for x in stacked]
 
 
 class Forming(NamedTuple):
@@ -287,12 +291,20 @@ class Forming(NamedTuple):
     - `form`: takes the arrays of an example, and returns one gradient with an axis of
         size 1 in front for each leaf.
     - `arrays`: those of all examples.
-    - `size`: how many gradients are formed at once; it divides their number.
+    - `steps`: how many times gradients are formed, each time of as many examples.
+    - `parts`: as in [`eqxbatch.Blocks`][]: each step has a share of every part.
     """
 
     form: Callable[[list[list[Array]]], list[Array]]
     arrays: list[list[Array]]
-    size: int
+    steps: int
+    parts: int = 1
+
+    def cut(self, tree: PyTree) -> PyTree:
+        """The rows of each step, along a new axis 0."""
+        size = lambda x: x.shape[0] // self.steps
+        cut = lambda x: cut_rows(x, 0, self.steps, size(x), self.parts)
+        return jax.tree.map(cut, tree)
 
 
 def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
@@ -318,14 +330,17 @@ def formed_gradients(leaves: Sequence[OfLeaf], num: int) -> Forming:
     # A loop cuts what has examples. What they share is the same in each step.
     arrays = [[x.array for x in y.factors.present if x.has_examples] for y in separate]
     form = lambda arrays: [*map(gradient, separate, arrays)]
-    if any(map(is_on_mesh, jax.tree.leaves(arrays))):
-        # A loop would gather examples on all devices.
-        return Forming(form, arrays, num)
-    formed = sum(map(_bytes_of_gradient, separate))
+    rows, parts = jax.tree.leaves(arrays), 1
+    if any(map(is_on_mesh, rows)):
+        parts = num_parts(rows, (0,) * len(rows), num)
+        if parts == 1:
+            # A loop would gather examples on all devices.
+            return Forming(form, arrays, 1)
+    formed, num = sum(map(_bytes_of_gradient, separate)), num // parts
     size = platform().block_bytes // max(4 * formed, 1)
     # Without a remainder, which would be compiled separately.
     size = next(i for i in range(max(min(size, num), 1), 0, -1) if num % i == 0)
-    return Forming(form, arrays, size)
+    return Forming(form, arrays, max(num // size, 1), parts)
 
 
 def _bytes_of_gradient(uses: OfLeaf) -> int:
@@ -479,12 +494,13 @@ def _formed_distances(
     if not leaves:
         return []
     num = weights.shape[0]
-    form, arrays, size = formed_gradients(leaves, num)
+    forming = formed_gradients(leaves, num)
 
     def add(totals: list[Array], block: tuple[Array, list]) -> tuple[list[Array], None]:
         weights, arrays = block
         results = []
-        for total, mean, x in safe_zip(totals, means, jax.vmap(form)(arrays)):
+        formed = jax.vmap(forming.form)(arrays)
+        for total, mean, x in safe_zip(totals, means, formed):
             distance = widened(x[:, 0]) - mean[None]
             square = (distance * jnp.conj(distance)).real
             shares = jnp.expand_dims(weights.astype(total.dtype), range(1, square.ndim))
@@ -493,8 +509,8 @@ def _formed_distances(
 
     zeros = [jnp.zeros(x.shape, x.real.dtype) for x in means]
     # What a loop carries must vary over a mesh as what is added to it.
-    zeros = vary_as([weights, *means, *jax.tree.leaves(arrays)], zeros)
-    cut = lambda x: x.reshape(num // size, size, *x.shape[1:])
-    if size == num:
-        return add(zeros, (weights, arrays))[0]
-    return lax.scan(add, zeros, jax.tree.map(cut, (weights, arrays)))[0]
+    rows = weights, forming.arrays
+    zeros = vary_as([*means, *jax.tree.leaves(rows)], zeros)
+    if forming.steps == 1:
+        return add(zeros, rows)[0]
+    return lax.scan(add, zeros, forming.cut(rows))[0]

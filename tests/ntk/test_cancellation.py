@@ -1,5 +1,7 @@
 """Kernels of differences, whose Jacobians are sums of terms that nearly cancel."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from eqxbatch import EmpiricalNTK
+from eqxbatch import EmpiricalNTK, filter_micro_value_and_grad
+from eqxbatch._base import platforms
 from eqxbatch._sites import cancel
 from ..conftest import enable_x64
-from ..helpers import drawn, make_mesh, spread
+from ..helpers import assert_same, drawn, make_mesh, spread, variants
 from .models import cast, jacobians
 
 
@@ -71,12 +74,18 @@ def test_blocks_diagonals_and_maps_whose_terms_cancel(mapped):
         )
 
 
+KINDS_OF_MESH = (AxisType.Auto, AxisType.Explicit)
+# Gradients are formed for one example of each device at a time.
+ONE_BY_ONE = dataclasses.replace(platforms.CPU, block_bytes=1)
+
+
 @pytest.mark.devices
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
-def test_examples_on_a_mesh_whose_terms_cancel(kind):
-    with enable_x64():
-        model, x = cast(MODEL), jnp.asarray(pairs(8, 1e-3), jnp.float64)
+@pytest.mark.parametrize("kind", KINDS_OF_MESH)
+@pytest.mark.parametrize(("num", "platform"), ((8, platforms.CPU), (12, ONE_BY_ONE)))
+def test_examples_on_a_mesh_whose_terms_cancel(num, platform, kind):
+    with enable_x64(), platforms.for_platform(platform):
+        model, x = cast(MODEL), jnp.asarray(pairs(num, 1e-3), jnp.float64)
         jac = np.asarray(jacobians(model, x))
         expected = dense(jac, jac)
         mesh = make_mesh(kind, names=("r",))
@@ -90,6 +99,38 @@ def test_examples_on_a_mesh_whose_terms_cancel(kind):
             out_specs=PartitionSpec("r"),
         )
         np.testing.assert_allclose(jax.jit(own)(spread), expected, **close)
+
+
+def loss(model, x):
+    return jnp.sum(jnp.array([1.0, -2.0]) * model(x))
+
+
+def clipped(model, x, bound):
+    settings = {"moments": True, "return_norms": True, "method": "sites"}
+    clip = filter_micro_value_and_grad(
+        loss, microbatch_size=12, clip_norm=bound, **settings
+    )
+    return eqx.filter_jit(clip)(model, x)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("kind", variants(KINDS_OF_MESH, AxisType.Auto))
+def test_gradients_on_a_mesh_that_are_formed_in_steps(kind):
+    """Norms, clipped gradients and squared distances, of which each step has a part."""
+    with enable_x64():
+        model, x = cast(MODEL), jnp.asarray(pairs(12, 1e-6), jnp.float64)
+        of_each = eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(None, 0))
+        formed = eqx.filter_jit(of_each)(model, x)
+        rows = [np.asarray(x).reshape(12, -1) for x in jax.tree.leaves(formed)]
+        norms = np.linalg.norm(np.concatenate(rows, axis=1), axis=1)
+        bound = float(np.median(norms))
+        expected = clipped(model, x, bound)
+        mesh = make_mesh(kind, names=("r",))
+        spread = jax.device_put(x, NamedSharding(mesh, PartitionSpec("r")))
+        with platforms.for_platform(ONE_BY_ONE):
+            found = clipped(model, spread, bound)
+        np.testing.assert_allclose(found[2].norms, norms, rtol=1e-8)
+        assert_same(jax.device_get(found), jax.device_get(expected), tol=1e-8)
 
 
 def test_jacobians_are_formed_only_where_the_kernel_cancels(monkeypatch):
