@@ -199,10 +199,8 @@ def read(job: Job, device: str, only: tuple[str, ...]) -> dict[str, Reading | st
                 compiled = jax.jit(run).lower(arrays, tokens).compile()
             else:
                 compiled = ACCELERATORS[device].compile_placed(run, arrays, tokens)
-        except jax.errors.JaxRuntimeError as e:
-            if "RESOURCE_EXHAUSTED" not in str(e):
-                raise
-            found[name] = "does not fit"
+        except RuntimeError as e:
+            found[name] = why_not(e)
             continue
         exchanges = Collectives(compiled.as_text())
         found[name] = Reading(
@@ -213,6 +211,18 @@ def read(job: Job, device: str, only: tuple[str, ...]) -> dict[str, Reading | st
         print(f"{job.title}: {name}: {found[name]}", file=sys.stderr, flush=True)
         jax.clear_caches()
     return found
+
+
+def why_not(error: RuntimeError) -> str:
+    """In words, why there is no program; any other error is raised."""
+    # XLA for GPUs merges the axes of a gradient to one of more than 2**31 entries.
+    for part, words in (
+        ("RESOURCE_EXHAUSTED", "does not fit"),
+        ("Negative dimension", "XLA counts beyond 32 bits"),
+    ):
+        if part in str(error):
+            return words
+    raise error
 
 
 def table(found: dict[str, dict[str, Reading | str]]) -> str:

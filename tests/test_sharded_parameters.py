@@ -1,6 +1,8 @@
 """Parameters that the devices of a mesh share, against those of one device."""
 
 import functools
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -12,7 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import eqxbatch as eb
 from benchmarks.collectives import Collectives
+from . import on_cpu
 from .conftest import enable_x64
+from .flags import COMPILE_FAST
 from .helpers import (
     assert_same,
     integers,
@@ -25,7 +29,10 @@ from .helpers import (
 )
 
 
-TOTAL, LENGTH, SIZE = 12, 3, 8
+# As many rows as there can be devices, and a remainder of as many.
+TOTAL, LENGTH, SIZE = 24, 3, 16
+# Of this process; `test_eight_devices` runs tests of this file in another one.
+DEVICES = jax.device_count()
 KEY = jax.random.key(0)
 
 
@@ -41,12 +48,12 @@ class Words(eqx.Module):
         return jnp.sum(jnp.sin(hidden @ last), axis=0)
 
 
-SHAPES = Words([(8, 4), (4, 8)], [(8,), (8, 2)])
+SHAPES = Words([(16, 8), (8, 16)], [(16,), (16, 2)])
 # By name: the axes of the mesh, and where each array is.
 PLACES = {
-    "fsdp": ({"data": 4}, Words([P("data"), P("data")], [P("data"), P("data")])),
+    "fsdp": ({"data": DEVICES}, Words([P("data"), P("data")], [P("data"), P("data")])),
     "apart": (
-        {"data": 2, "model": 2},
+        {"data": DEVICES // 2, "model": 2},
         Words([P("data"), P(None, "model")], [P("model"), P(("data", "model"))]),
     ),
 }
@@ -59,7 +66,7 @@ def model_of(dtype):
 
 
 def examples():
-    return integers(KEY, (TOTAL, LENGTH), 8)
+    return integers(KEY, (TOTAL, LENGTH), 16)
 
 
 def on_mesh(kind, place):
@@ -146,6 +153,21 @@ def test_equals_one_device(program, kind, place):
         model = jax.device_put(model_of(jnp.float64), shardings)
         got = jax.jit(program)(model, put(examples(), mesh, "data"))
         assert_same(jax.device_get(got), of_one_device(program), tol=1e-10)
+
+
+@pytest.mark.matrix
+def test_eight_devices():
+    flags = f"--xla_force_host_platform_device_count=8 {COMPILE_FAST}"
+    command = [sys.executable, "-m", "pytest", "-q", __file__]
+    command += [
+        "-m",
+        "devices",
+        "-k",
+        f"{test_equals_one_device.__name__} and gradients",
+    ]
+    environment = on_cpu.environment(flags) | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.devices
