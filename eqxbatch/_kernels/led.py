@@ -34,28 +34,51 @@ class _Order(NamedTuple):
     array: np.ndarray = np.zeros((0, 0))
 
 
-def _told(team: Team, order: _Order) -> _Order:
-    """The order of the first process; what others give does not matter."""
-    array = order.array
-    sizes = (*array.shape, _DTYPES.index(array.dtype.type))
-    # Shapes come first, because all have to know how much will come.
-    kind, rows, columns, dtype = team.from_first(
-        np.array([order.kind, *sizes])
-    ).tolist()
-    if team.rank > 0:
-        array = np.zeros((rows, columns), _DTYPES[dtype])
-    return _Order(kind, team.from_first(array))
+_NONE = _Order(_FAILED)
+
+
+class _Orders:
+    """The orders of the first process, which all others hear.
+
+    Each message has room for as many bytes as any array that came before, because what
+    processes send each other costs more than the bytes do.
+    """
+
+    def __init__(self, team: Team):
+        self.team = team
+        self.room = 0
+
+    def told(self, order: _Order = _NONE) -> _Order:
+        """The order of the first process; what others give does not matter."""
+        array = np.ascontiguousarray(order.array)
+        sizes = (*array.shape, _DTYPES.index(array.dtype.type))
+        head = np.array([order.kind, *sizes], np.int64).tobytes()
+        fits = array.nbytes <= self.room
+        body = (array.tobytes() if fits else b"").ljust(self.room, b"\0")
+        heard = self.team.from_first(np.frombuffer(head + body, np.uint32)).tobytes()
+        kind, rows, columns, number = np.frombuffer(heard[: len(head)], np.int64)
+        dtype = np.dtype(_DTYPES[number])
+        size = int(rows * columns * dtype.itemsize)
+        if size <= self.room:
+            found = np.frombuffer(heard[len(head) :][:size], dtype)
+        else:
+            # Now that all know how much will come.
+            self.room = size
+            is_first = self.team.rank == 0
+            sent = array.reshape(-1) if is_first else np.zeros(rows * columns, dtype)
+            found = self.team.from_first(sent)
+        return _Order(int(kind), found.reshape(rows, columns))
 
 
 class LedMatrix(AbstractKernelMatrix):
     """A matrix of which all processes compute a part when the first one asks for it."""
 
     original: AbstractKernelMatrix
-    own_team: Team = eqx.field(static=True)
+    orders: _Orders = eqx.field(static=True)
 
     @property
     def team(self) -> Team:
-        return self.own_team
+        return self.orders.team
 
     def product(self, vectors: AnyArray, *, is_transposed: bool = False) -> Any:
         assert not is_transposed
@@ -72,7 +95,7 @@ class LedMatrix(AbstractKernelMatrix):
         return jnp.asarray(self._ordered(_Order(_COLUMN, number)))
 
     def _ordered(self, order: _Order) -> np.ndarray:
-        return _obeyed(self.original, self.own_team, _told(self.own_team, order))
+        return _obeyed(self.original, self.team, self.orders.told(order))
 
 
 def _obeyed(matrix: AbstractKernelMatrix, team: Team, order: _Order) -> np.ndarray:
@@ -100,24 +123,25 @@ def led(
     team = matrix.team
     if team.num == 1:
         return solve(matrix)
+    orders = _Orders(team)
     if team.rank > 0:
-        return _followed(matrix, team)
+        return _followed(matrix, orders)
     try:
-        results = solve(LedMatrix(matrix.struct, matrix.is_hermitian, matrix, team))
+        results = solve(LedMatrix(matrix.struct, matrix.is_hermitian, matrix, orders))
     except BaseException:
         # If a process has ended, nothing can be told any more.
         with contextlib.suppress(Exception):
-            _told(team, _Order(_FAILED))
+            orders.told(_NONE)
         raise
-    _told(team, _Order(_END, np.full((1, 1), len(results), np.int64)))
-    return [_told(team, _Order(_END, x)).array for x in results]
+    orders.told(_Order(_END, np.full((1, 1), len(results), np.int64)))
+    return [orders.told(_Order(_END, x)).array for x in results]
 
 
-def _followed(matrix: AbstractKernelMatrix, team: Team) -> list[np.ndarray]:
+def _followed(matrix: AbstractKernelMatrix, orders: _Orders) -> list[np.ndarray]:
     """What the first process finds, which asks this one for its parts."""
     error = None
     while True:
-        order = _told(team, _Order(_FAILED))
+        order = orders.told()
         if order.kind == _FAILED:
             raise error or RuntimeError(
                 "The first process has failed, which leads the solve. See what it "
@@ -125,9 +149,9 @@ def _followed(matrix: AbstractKernelMatrix, team: Team) -> list[np.ndarray]:
             )
         if order.kind == _END:
             num = int(order.array[0, 0])
-            return [_told(team, order).array for _ in range(num)]
+            return [orders.told().array for _ in range(num)]
         try:
-            _obeyed(matrix, team, order)
+            _obeyed(matrix, orders.team, order)
         except BaseException as e:
             # The first one fails, too, and says that this is the end.
             error = e
