@@ -93,7 +93,7 @@ class Layout:
         column = bias[0].reshape([self.shape[axis] for axis in axes])
         wanted = (*self.batch, *self.outputs)
         column = jnp.transpose(column, [axes.index(axis) for axis in wanted])
-        # On explicit meshes, JAX 0.9 joins only arrays that lie alike.
+        # On explicit meshes, some versions of JAX join only arrays that lie alike.
         weight = whole_rows(weight, 2)
         column = with_type_of(jax.typeof(weight), column.reshape(num, rows, 1))
         return jnp.concatenate([weight, column], axis=2)
