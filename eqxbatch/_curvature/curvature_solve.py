@@ -1,0 +1,597 @@
+"""`curvature_solve`: damped systems with a matrix that is known by its products."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Int, PyTree, Real
+
+from .._base.checks import check_at_least
+from .._base.compile import compiled
+from .._base.dtypes import (
+    common_power_of_two,
+    is_complex,
+    reachable_rtol,
+    widened,
+    widest,
+)
+from .._base.mesh import error_if, on_one_mesh, with_type_of
+from .._base.platforms import exact_products
+from .._base.trees import described, difference, import_extra, safe_zip, shown
+from .._base.types import AnyArray, as_jax, checked
+from .._base.versions import varying
+from .._batch.accumulators import Concat
+from .._batch.loop import accumulated
+from .._batch.parameters import UNRAVEL
+from .._batch.progress import (
+    AbstractProgressMeter,
+    as_meter,
+    check_takes_residual,
+    metered,
+    Progress,
+)
+from .._batch.rows import Rows
+
+
+class CurvatureSolution(eqx.Module):
+    """What [`eqxbatch.curvature_solve`][] returns.
+
+    For one right-hand side, all numbers have shape `()`; for `k` of them, `(k,)`.
+
+    - `solution`: like `vectors`. It is NaN for a right-hand side with NaNs or
+        infinities, and if a product has some.
+    - `residuals`: the norm of each residual, relative to that of its right-hand side.
+    - `num_products`: the number of products with the matrix.
+    - `has_converged`: whether the residual is at most `rtol`, by a product with the
+        solution itself.
+    - `is_indefinite`: whether a direction was found in which the matrix plus damping,
+        or the preconditioner, is not positive. The solution is then the one of the
+        steps before.
+    """
+
+    solution: PyTree
+    residuals: Real[Array, "..."]
+    num_products: Int[Array, "..."]
+    has_converged: Bool[Array, "..."]
+    is_indefinite: Bool[Array, "..."]
+
+
+@checked
+def curvature_solve(
+    operator: Any,
+    vectors: PyTree,
+    *,
+    damping: float | Real[AnyArray, ""],
+    preconditioner: Any = None,
+    rtol: float | None = None,
+    max_steps: int = 1_000,
+    block_size: int | None = 16,
+    progress: Progress = None,
+) -> CurvatureSolution:
+    """Solves damped systems with a curvature matrix, for one or many right-hand sides.
+
+    Solves `(matrix + damping * identity) @ solution = vector` by preconditioned
+    conjugate gradients, from products with the matrix alone. With a good
+    preconditioner, a few steps suffice: for influence functions, two steps correct the
+    inverse of EK-FAC by what it neglects. The first step returns the preconditioned
+    vector, up to a factor.
+
+    Each right-hand side is a column with steps of its own: it does not depend on the
+    others, and does not change any more when it is solved. A block of columns takes
+    each product together. The recursively updated residual of conjugate gradients
+    drifts away from the true one. Once it is small enough, the true residual is
+    computed, and the iteration restarts if that is too large.
+
+    **Arguments:**
+
+    - `operator`: a symmetric matrix, such as an [`eqxbatch.GGNOperator`][], an
+        [`eqxbatch.HessianOperator`][] or another linear operator of lineax with real
+        vectors. With a `microbatch_size`, memory does not grow with the number of its
+        examples.
+    - `vectors`: a right-hand side, which is a PyTree like the parameters; or `k` of
+        them, where each array has a new leading axis of size `k`, such as the gradients
+        of some queries.
+    - `damping`: a number that is added to the diagonal, at least 0.
+    - `preconditioner`: an approximation of the inverse of the matrix plus damping, as a
+        positive definite lineax operator, such as the `inverse()` of an
+        [`eqxbatch.KroneckerOperator`][]. The default is the identity.
+    - `rtol`: the norm to reach for each residual, relative to the norm of its
+        right-hand side; between 0 and 1. The default is 1e-6 in float64. Otherwise it
+        is 1,000 times the rounding error of the parameters (1.2e-4 in float32), and at
+        most 0.01.
+    - `max_steps`: the largest number of products, for each block of columns. To stop
+        early on purpose is an ordinary use, and no error: `has_converged` is then
+        False.
+    - `block_size`: how many columns are solved at the same time, at least 1. `None`
+        solves all of them at once. Memory is that of one product with so many columns,
+        and of the solutions.
+    - `progress`: True for a progress bar, or an [`eqxbatch.AbstractProgressMeter`][],
+        which receives the largest relative residual of a block after each product. The
+        loop is then in Python.
+
+    **Returns:**
+
+    An [`eqxbatch.results.CurvatureSolution`][]. Nothing is raised if a column is not
+    solved: its entries of `has_converged` and `is_indefinite` say so.
+
+    It works inside of `jax.jit`, `jax.vmap` and `jax.jvp`. JAX has no reverse mode for
+    such a loop; differentiate `lineax.linear_solve` instead.
+
+    **Raises:**
+
+    - `ValueError` for an operator that is not symmetric or has complex vectors, for
+        vectors or a preconditioner of another structure, for a `damping`, `rtol`,
+        `max_steps` or `block_size` out of range, and inside of `jax.shard_map` for
+        vectors that differ between devices which share a product.
+    - `TypeError` for what is no linear operator, for arguments of another type, and for
+        `progress` inside of `jax.jit` and other transforms.
+    - `RuntimeError` for a negative `damping` that is known at run time only.
+    - `ImportError` if lineax is not installed.
+
+    !!! example
+
+        Influence functions: the solutions are directions, and
+        `filter_micro_grad(..., against=)` has their inner products with all gradients,
+        of which it stores none.
+
+        ```python
+        >>> import equinox as eqx, eqxbatch, jax, jax.numpy as jnp
+        >>> model = eqx.nn.MLP(4, 3, 8, 1, jnp.tanh, key=jax.random.key(0))
+        >>> predict = lambda model, x, label: model(x)
+        >>> error = lambda logits, x, label: -jax.nn.log_softmax(logits)[label]
+        >>> loss = lambda model, x, label: error(model(x), x, label)
+        >>> train = jax.random.normal(jax.random.key(1), (100, 4)), jnp.arange(100) % 3
+        >>> queries = jax.random.normal(jax.random.key(2), (5, 4)), jnp.arange(5) % 3
+        >>> factors = eqxbatch.filter_kfac(predict, error, corrected=True)(model, *train)
+        >>> solved = eqxbatch.curvature_solve(
+        ...     eqxbatch.GGNOperator(predict, error, model, *train, microbatch_size=20),
+        ...     eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(None, 0, 0))(
+        ...         model, *queries
+        ...     ),
+        ...     damping=0.01,
+        ...     preconditioner=factors.operator(damping=0.01).inverse(),
+        ...     max_steps=2,
+        ... )
+        >>> solved.residuals.shape, bool(jnp.any(solved.is_indefinite))
+        ((5,), False)
+        >>> def scores(direction):
+        ...     against = eqxbatch.filter_micro_grad(
+        ...         loss, against=direction, microbatch_size=20
+        ...     )
+        ...     return against(model, *train)[1].inner_products
+        >>> jax.lax.map(scores, solved.solution).shape
+        (5, 100)
+
+        ```
+
+    ??? cite
+
+        Martens, "Deep learning via Hessian-free optimization",
+        [ICML 2010](https://www.cs.toronto.edu/~jmartens/docs/Deep_HessianFree.pdf).
+        For influence functions: Koh and Liang, "Understanding black-box predictions via
+        influence functions", [arXiv:1703.04730](https://arxiv.org/abs/1703.04730).
+    """
+    import_extra("lineax", "curvature_solve", "linalg")
+    structure = _checked_structure("operator", operator)
+    if preconditioner is not None:
+        _check_preconditioner(preconditioner, structure)
+    check_at_least("max_steps", max_steps, 1)
+    if block_size is not None:
+        check_at_least("block_size", block_size, 1, "Use None for one block.")
+    columns = _checked_columns(operator, vectors, structure)
+    dtypes = [x.dtype for x in columns.leaves]
+    rtol = max(map(reachable_rtol, dtypes), default=0.01) if rtol is None else rtol
+    if not 0 < rtol < 1:
+        raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
+    # What all columns have in common is on one mesh with them.
+    system = _System(
+        operator,
+        preconditioner,
+        _checked_damping(damping),
+        jnp.asarray(rtol, float),
+        jnp.asarray(max_steps, jnp.int32),
+    )
+    system, leaves = on_one_mesh((system, columns.leaves))
+    columns = dataclasses.replace(columns, leaves=leaves)
+    size = min(block_size or columns.num, max(columns.num, 1))
+    meter = as_meter(progress)
+    if meter is None:
+        found = _solve(system, columns, size)
+    else:
+        _check_outside(system, columns)
+        check_takes_residual(meter, "curvature_solve")
+        found = _solve_with_meter(system, columns, size, meter)
+    return jtu.tree_map(lambda x: x[0], found) if columns.is_one else found
+
+
+class _Columns(eqx.Module):
+    """Right-hand sides, one along axis 0 of each array.
+
+    - `is_one`: whether there is only one, which came without that axis.
+    """
+
+    leaves: list[Array]
+    num: int = eqx.field(static=True)
+    is_one: bool = eqx.field(static=True)
+
+    def blocks(self, size: int) -> Iterator[list[Array]]:
+        for start in range(0, self.num, max(size, 1)):
+            yield [x[start : start + size] for x in self.leaves]
+
+
+class _Product(NamedTuple):
+    """A vector in the dtypes of the parameters, and its image, all in wide dtypes."""
+
+    vector: list[Array]
+    image: list[Array]
+
+
+class _State(eqx.Module):
+    """Everything that the next step of a column depends on.
+
+    - `right`: the right-hand side, divided by `size`, a power of two: squares of its
+        entries neither vanish nor overflow.
+    - `solution`, `residual`, `direction`: vectors of conjugate gradients.
+    - `whole`, `norm`: the norms of the right-hand side and of the residual.
+    - `energy`: the product of the residual with the preconditioned residual.
+    - `start`: the norm of the residual at the last restart.
+    - `num_products`: the number of products so far.
+    - `is_exact`: whether the residual is from a product with the solution instead of
+        the recurrence. The next step is then the first one after a restart.
+    - `is_indefinite`, `is_stuck`: whether the iteration has to end, because of a
+        direction without positive curvature, or of a true residual that does not fall.
+    """
+
+    right: list[Array]
+    size: Array
+    solution: list[Array]
+    residual: list[Array]
+    direction: list[Array]
+    whole: Array
+    norm: Array
+    energy: Array
+    start: Array
+    num_products: Array
+    is_exact: Array
+    is_indefinite: Array
+    is_stuck: Array
+
+    def but(self, **changes: Any) -> "_State":
+        return dataclasses.replace(self, **changes)
+
+
+# If a recomputed residual is not below this fraction of the previous one, it will not
+# decrease any further.
+_STAGNATION = 0.5
+
+
+class _System(eqx.Module):
+    """The conjugate gradients of one column: `matrix + damping`, and when to stop."""
+
+    operator: Any
+    preconditioner: Any
+    damping: Array
+    rtol: Array
+    max_steps: Array
+
+    def initial(self, right: list[Array]) -> _State:
+        """The state of a solution of zeros, whose residual is the right-hand side."""
+        wide = [widened(x) for x in right]
+        size = _size(wide)
+        wide = _over(wide, size)
+        zeros = [jnp.zeros_like(x) for x in wide]
+        norm = jnp.sqrt(_inner(wide, wide))
+        no = jnp.zeros_like(norm, bool)
+        none = jnp.zeros_like(norm, jnp.int32)
+        vectors = {"solution": zeros, "residual": wide, "direction": zeros}
+        norms = {"whole": norm, "norm": norm, "start": norm, "energy": norm}
+        flags = {"is_exact": ~no, "is_indefinite": no, "is_stuck": no}
+        return _State(wide, size, **vectors, **norms, num_products=none, **flags)
+
+    def is_small(self, norm: Array, state: _State) -> Bool[Array, ""]:
+        return norm <= self.rtol.astype(norm.dtype) * state.whole
+
+    def is_solved(self, state: _State) -> Bool[Array, ""]:
+        """Whether the solution is found, and its residual exact."""
+        return state.is_exact & self.is_small(state.norm, state)
+
+    def is_open(self, state: _State) -> Bool[Array, ""]:
+        """Whether the column needs another step, and can make one."""
+        is_done = self.is_solved(state) | state.is_indefinite | state.is_stuck
+        has_steps = state.num_products < self.max_steps
+        return ~is_done & has_steps & jnp.isfinite(state.norm)
+
+    def step(self, state: _State) -> _State:
+        """The state after one more product; the same if the column is done."""
+        # Where the recurrence says that the column is solved, the product is that with
+        # the solution, for the true residual.
+        is_check = self.is_small(state.norm, state)
+        conditioned = state.residual
+        if self.preconditioner is not None:
+            conditioned = _product(self.preconditioner, state.residual).image
+        energy = _inner(state.residual, conditioned)
+        # After a restart, the recurrence knows nothing of earlier directions.
+        share = jnp.where(state.is_exact, 0, energy / state.energy)
+        direction = _plus(conditioned, share, state.direction)
+        product = _product(self.operator, _where(is_check, state.solution, direction))
+        # The damping is that of the vector which the matrix was multiplied with.
+        image = _plus(product.image, self.damping, product.vector)
+        product = product._replace(image=image)
+        checked = self._checked(state, product)
+        moved = self._moved(state, energy, product)
+        new = _where(is_check, checked, moved)
+        new = new.but(num_products=state.num_products + 1)
+        return _where(self.is_open(state), new, state)
+
+    def _checked(self, state: _State, product: _Product) -> _State:
+        """The state with the true residual, from the product with the solution."""
+        residual = _plus(state.right, -jnp.ones_like(state.norm), product.image)
+        norm = jnp.sqrt(_inner(residual, residual))
+        is_stuck = ~self.is_small(norm, state) & ~(norm < _STAGNATION * state.start)
+        norms = {"norm": norm, "start": norm}
+        flags = {"is_exact": jnp.ones_like(is_stuck), "is_stuck": is_stuck}
+        return state.but(residual=residual, **norms, **flags)
+
+    def _moved(self, state: _State, energy: Array, product: _Product) -> _State:
+        """The state after a step along a direction, if it has positive curvature."""
+        curvature = _inner(product.vector, product.image)
+        # Not for NaN, which is no sign of an indefinite matrix.
+        is_indefinite = (energy <= 0) | (curvature <= 0)
+        length = energy / curvature
+        residual = _plus(state.residual, -length, product.image)
+        moved = state.but(
+            solution=_plus(state.solution, length, product.vector),
+            residual=residual,
+            direction=product.vector,
+            norm=jnp.sqrt(_inner(residual, residual)),
+            energy=energy,
+            is_exact=jnp.zeros_like(state.is_exact),
+        )
+        return _where(is_indefinite, state.but(is_indefinite=is_indefinite), moved)
+
+    def residual(self, state: _State) -> Real[Array, ""]:
+        return state.norm / jnp.where(state.whole > 0, state.whole, 1)
+
+    def finished(self, state: _State) -> CurvatureSolution:
+        structs, treedef = jtu.tree_flatten(self.operator.in_structure())
+        # What is not a solution must not look like one.
+        fill = jnp.where(jnp.isfinite(state.norm), state.size, jnp.nan)
+        leaves = [
+            (x * fill.astype(x.dtype)).astype(struct.dtype)
+            for x, struct in safe_zip(state.solution, structs)
+        ]
+        return CurvatureSolution(
+            jtu.tree_unflatten(treedef, leaves),
+            self.residual(state),
+            state.num_products,
+            self.is_solved(state),
+            state.is_indefinite,
+        )
+
+
+def _product(operator: Any, vector: list[Array]) -> _Product:
+    """The product of an operator with a vector, in the dtypes of its parameters.
+
+    The operator meets numbers in the range of half precision.
+    """
+    structs, treedef = jtu.tree_flatten(operator.in_structure())
+    size = _size(vector)
+    pairs = safe_zip(_over(vector, size), structs)
+    rounded = [x.astype(struct.dtype) for x, struct in pairs]
+    image = jtu.tree_leaves(operator.mv(jtu.tree_unflatten(treedef, rounded)))
+    times = lambda xs: [widened(x) * size.astype(widened(x).dtype) for x in xs]
+    return _Product(times(rounded), times(image))
+
+
+def _size(vector: list[Array]) -> Real[Array, ""]:
+    """The power of two that is next to the largest entry, by which nothing is rounded.
+
+    It is 1 for vectors of zeros, and for those with NaNs or infinities.
+    """
+    largest = [jnp.max(jnp.abs(x), initial=0) for x in vector]
+    return common_power_of_two(largest)
+
+
+def _over(vector: list[Array], size: Array) -> list[Array]:
+    return [x / size.astype(x.dtype) for x in vector]
+
+
+def _inner(x: list[Array], y: list[Array]) -> Real[Array, ""]:
+    terms = [jnp.sum(a * b) for a, b in safe_zip(x, y)]
+    dtype = widest(*(term.dtype for term in terms))
+    return sum((term.astype(dtype) for term in terms), jnp.zeros((), dtype))
+
+
+def _plus(x: list[Array], factor: Array, y: list[Array]) -> list[Array]:
+    """`x + factor * y`."""
+    return [a + factor.astype(a.dtype) * b for a, b in safe_zip(x, y)]
+
+
+def _where(condition: Array, x: Any, y: Any) -> Any:
+    return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), x, y)
+
+
+def _begun(system: _System, block: list[Array]) -> _State:
+    """The states of a block of columns, of the types that all later ones have."""
+    state = jax.vmap(system.initial)(block)
+    # On a mesh with explicit axes, products are where the parameters are.
+    structs = jax.eval_shape(jax.vmap(system.step), state)
+    return jtu.tree_map(with_type_of, structs, state)
+
+
+def _any_open(system: _System, state: _State) -> Bool[Array, ""]:
+    return jnp.any(jax.vmap(system.is_open)(state))
+
+
+@compiled
+def _solve(system: _System, columns: _Columns, size: int) -> CurvatureSolution:
+    """The solutions, with one loop over blocks and one over steps, in one program."""
+
+    def solve(rows: Rows) -> CurvatureSolution:
+        is_open = lambda state: _any_open(system, state)
+        begun = _begun(system, rows.arrays)
+        state = lax.while_loop(is_open, jax.vmap(system.step), begun)
+        return jax.vmap(system.finished)(state)
+
+    rows = Rows(columns.leaves, (0,) * len(columns.leaves), columns.num)
+    with exact_products():
+        return accumulated(solve, rows, size, Concat())
+
+
+class _Progress(eqx.Module):
+    """States of a block, whether one needs another step, and the largest residual."""
+
+    state: _State
+    is_open: Array
+    residual: Array
+
+
+def _progress(system: _System, state: _State) -> _Progress:
+    residuals = jax.vmap(system.residual)(state)
+    return _Progress(state, _any_open(system, state), jnp.max(residuals))
+
+
+@compiled
+def _begin(system: _System, block: list[Array]) -> _Progress:
+    with exact_products():
+        return _progress(system, _begun(system, block))
+
+
+@compiled
+def _step(system: _System, state: _State) -> _Progress:
+    with exact_products():
+        return _progress(system, jax.vmap(system.step)(state))
+
+
+@compiled
+def _finish(system: _System, state: _State) -> CurvatureSolution:
+    return jax.vmap(system.finished)(state)
+
+
+def _solve_with_meter(
+    system: _System, columns: _Columns, size: int, meter: AbstractProgressMeter
+) -> CurvatureSolution:
+    """The same solutions by loops in Python, which tell a meter of each product."""
+    # Without columns there is nothing to tell.
+    if columns.num == 0:
+        return _solve(system, columns, size)
+    blocks = [*columns.blocks(size)]
+    most = len(blocks) * int(system.max_steps)
+    solutions = []
+    with metered(meter, most, 0, "curvature solve", "product") as step:
+        for block in blocks:
+            progress = _begin(system, block)
+            while progress.is_open:
+                progress = _step(system, progress.state)
+                step(0, float(progress.residual))
+            solutions.append(_finish(system, progress.state))
+    return jtu.tree_map(lambda *xs: jnp.concatenate(xs), *solutions)
+
+
+def _check_outside(system: _System, columns: _Columns) -> None:
+    if any(isinstance(x, Tracer) for x in jtu.tree_leaves((system, columns))):
+        raise TypeError(
+            "`progress` is for calls outside of `jax.jit` and other transforms, as it "
+            "is a loop in Python. Leave it out inside of them."
+        )
+
+
+def _checked_damping(damping: float | Array) -> Real[Array, ""]:
+    remedy = "It is added to the diagonal of a matrix."
+    if not isinstance(damping, Tracer):
+        check_at_least("damping", float(damping), 0, remedy)
+        return jnp.asarray(damping, float)
+    message = "`damping` must be at least 0, and no NaN."
+    return error_if(damping.astype(float), (~(damping >= 0), message))
+
+
+def _checked_structure(name: str, operator: Any) -> PyTree:
+    """The structure of the vectors of a symmetric operator."""
+    lineax = import_extra("lineax", "curvature_solve", "linalg")
+    if not isinstance(operator, lineax.AbstractLinearOperator):
+        remedies = {
+            "operator": "Pass an `eqxbatch.GGNOperator` or an "
+            "`eqxbatch.HessianOperator`, or wrap products in a "
+            "`lineax.FunctionLinearOperator`.",
+            "preconditioner": "Kronecker factors of `filter_kfac` have one: "
+            "`factors.operator(damping=...).inverse()`.",
+        }
+        raise TypeError(
+            f"`{name}` must be a `lineax.AbstractLinearOperator`; got "
+            f"{described(operator)}. {remedies[name]}"
+        )
+    is_known = lineax.is_symmetric, lineax.is_positive_semidefinite
+    if not any(question(operator) for question in is_known):
+        raise ValueError(
+            f"`{name}` must be symmetric; got one of type `{type(operator).__name__}` "
+            "that is not known to be. If it is, tag it: "
+            "`lineax.TaggedLinearOperator(operator, lineax.symmetric_tag)`."
+        )
+    structure = operator.in_structure()
+    if any(map(is_complex, jtu.tree_leaves(structure))):
+        raise ValueError(
+            f"`{name}` must be for real vectors; got {shown(structure)}. Pass real and "
+            "imaginary parts as separate arrays."
+        )
+    return structure
+
+
+def _types(tree: PyTree) -> tuple:
+    leaves, treedef = jtu.tree_flatten(tree)
+    return treedef, [(x.shape, x.dtype) for x in leaves]
+
+
+def _check_preconditioner(preconditioner: Any, structure: PyTree) -> None:
+    own = _checked_structure("preconditioner", preconditioner)
+    if _types(own) != _types(structure):
+        raise ValueError(
+            "`preconditioner` must be for the vectors of `operator`, "
+            f"{shown(structure)}; got one for {shown(own)}. "
+            f"{difference(structure, own)}"
+        )
+
+
+def _checked_columns(operator: Any, vectors: PyTree, structure: PyTree) -> _Columns:
+    """The right-hand sides as columns, which are as the operator needs them."""
+    arrays = eqx.filter(jtu.tree_map(as_jax, vectors), eqx.is_inexact_array)
+    treedef, expected = _types(structure)
+    found, types = _types(arrays)
+    leaves = jtu.tree_leaves(arrays)
+    is_alike = found == treedef and [x.dtype for x in leaves] == [d for _, d in expected]
+    is_one = types == expected
+    # All arrays have the same number of columns.
+    nums = {x.shape[0] for x in leaves if x.ndim}
+    shapes = [((num, *shape), d) for num in nums for shape, d in expected]
+    if not is_alike or not (is_one or (len(nums) == 1 and types == shapes)):
+        is_vector = eqx.is_array(arrays)
+        remedy = UNRAVEL if is_vector else difference(structure, arrays)
+        raise ValueError(
+            "`vectors` must have the structure, shapes and dtypes of the vectors of "
+            f"`operator`, {shown(structure)}, or the same with a leading axis for "
+            f"several right-hand sides; got {shown(vectors)}. {remedy}".rstrip()
+        )
+    leaves = [x[None] for x in leaves] if is_one else leaves
+    _check_shared(operator, leaves, treedef)
+    return _Columns(leaves, leaves[0].shape[0], is_one)
+
+
+def _check_shared(operator: Any, leaves: list[Array], treedef: Any) -> None:
+    """Raises for columns of devices whose products the operator would add up."""
+    names = [varying(jax.typeof(x)) for x in leaves]
+    if not any(names):
+        return
+    product = jax.vmap(lambda leaves: operator.mv(jtu.tree_unflatten(treedef, leaves)))
+    images = jtu.tree_leaves(jax.eval_shape(product, leaves))
+    for own, image in safe_zip(names, images):
+        if own - varying(image):
+            raise ValueError(
+                "Inside of `jax.shard_map`, `vectors` differ between devices that "
+                f"share one matrix, along the axes {sorted(own)} of the mesh. Gather "
+                "them first, such as with `jax.lax.all_gather`."
+            )
