@@ -295,7 +295,9 @@ class _System(eqx.Module):
         return _State(wide, size, **vectors, **norms, num_products=none, **flags)
 
     def is_small(self, norm: Array, state: _State) -> Bool[Array, ""]:
-        return norm <= self.rtol.astype(norm.dtype) * state.whole
+        # The norms of infinities are equal.
+        is_below = norm <= self.rtol.astype(norm.dtype) * state.whole
+        return is_below & jnp.isfinite(norm)
 
     def is_solved(self, state: _State) -> Bool[Array, ""]:
         """Whether the solution is found, and its residual exact."""
