@@ -148,14 +148,14 @@ def curvature_solve(
         >>> loss = lambda model, x, label: error(model(x), x, label)
         >>> train = jax.random.normal(jax.random.key(1), (100, 4)), jnp.arange(100) % 3
         >>> queries = jax.random.normal(jax.random.key(2), (5, 4)), jnp.arange(5) % 3
-        >>> factors = eqxbatch.filter_kfac(predict, error, corrected=True)(model, *train)
+        >>> kfac = eqxbatch.filter_kfac(predict, error, corrected=True)
         >>> solved = eqxbatch.curvature_solve(
         ...     eqxbatch.GGNOperator(predict, error, model, *train, microbatch_size=20),
         ...     eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(None, 0, 0))(
         ...         model, *queries
         ...     ),
         ...     damping=0.01,
-        ...     preconditioner=factors.operator(damping=0.01).inverse(),
+        ...     preconditioner=kfac(model, *train).operator(damping=0.01).inverse(),
         ...     max_steps=2,
         ... )
         >>> solved.residuals.shape, bool(jnp.any(solved.is_indefinite))
@@ -565,7 +565,9 @@ def _checked_columns(operator: Any, vectors: PyTree, structure: PyTree) -> _Colu
     treedef, expected = _types(structure)
     found, types = _types(arrays)
     leaves = jtu.tree_leaves(arrays)
-    is_alike = found == treedef and [x.dtype for x in leaves] == [d for _, d in expected]
+    is_alike = found == treedef and [x.dtype for x in leaves] == [
+        d for _, d in expected
+    ]
     is_one = types == expected
     # All arrays have the same number of columns.
     nums = {x.shape[0] for x in leaves if x.ndim}
