@@ -1,6 +1,9 @@
 """Damped systems with curvature matrices, against dense solves in float64."""
 
+import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,6 +21,7 @@ from eqxbatch import (
     filter_micro_grad,
     GGNOperator,
     HessianOperator,
+    KroneckerOperator,
     Sum,
 )
 from eqxbatch._base.versions import made_varying
@@ -35,7 +39,6 @@ from ..helpers import (
 
 
 DAMPING = 0.05
-STRUCT = {"a": (3, 2), "b": (), "none": None}
 
 
 def predict(model, x, label):
@@ -123,31 +126,36 @@ def two_steps(entries, inverse, right, num):
     return x
 
 
+class System(NamedTuple):
+    """A Gauss-Newton matrix plus damping, by products and dense, and an inverse."""
+
+    operator: GGNOperator
+    entries: np.ndarray
+    unravel: Callable
+    inverse: KroneckerOperator
+
+
+@functools.cache
+def network():
+    """Made once, within the first test that needs it."""
+    model = drawn(eqx.nn.MLP, 4, 3, 5, 1, jnp.tanh, key=jax.random.key(0))
+    batch = data(30)
+    operator = GGNOperator(predict, cross_entropy, model, *batch, microbatch_size=7)
+    ggn = filter_ggn(predict, cross_entropy, flat=True)
+    entries, unravel = ggn(model, *batch)
+    factors = filter_kfac(predict, cross_entropy, corrected=True)(model, *batch)
+    entries = np.asarray(entries) + DAMPING * np.eye(len(entries))
+    return System(operator, entries, unravel, factors.operator(DAMPING).inverse())
+
+
 @pytest.mark.usefixtures("x64")
 class TestGaussNewton:
     """Products of a network, and its Kronecker factors as the preconditioner."""
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def system(cls):
-        with jax.enable_x64(True):
-            model = drawn(eqx.nn.MLP, 4, 3, 5, 1, jnp.tanh, key=jax.random.key(0))
-            batch = data(30)
-            operator = GGNOperator(
-                predict, cross_entropy, model, *batch, microbatch_size=7
-            )
-            entries, unravel = filter_ggn(predict, cross_entropy, flat=True)(
-                model, *batch
-            )
-            factors = filter_kfac(predict, cross_entropy, corrected=True)
-            inverse = factors(model, *batch).operator(DAMPING).inverse()
-            entries = np.asarray(entries) + DAMPING * np.eye(len(entries))
-            return operator, entries, unravel, inverse
-
     # Columns in blocks of 3.
     @pytest.mark.parametrize("num", variants((0, 1, 2, 3, 4, 7), 1, 2, 3, 7))
-    def test_is_the_dense_solution(self, system, num, getkey):
-        operator, entries, unravel, inverse = system
+    def test_is_the_dense_solution(self, num, getkey):
+        operator, entries, unravel, inverse = network()
         right = np.asarray(normal(getkey(), (num, len(entries)), float))
         settings = {"damping": DAMPING, "rtol": 1e-12, "block_size": 3}
         found = curvature_solve(
@@ -159,8 +167,8 @@ class TestGaussNewton:
         expected = np.linalg.solve(entries, right.T).T
         np.testing.assert_allclose(flat(found.solution), expected, rtol=1e-8, atol=1e-9)
 
-    def test_two_steps_into_against(self, system, getkey):
-        operator, entries, _, inverse = system
+    def test_two_steps_into_against(self, getkey):
+        operator, entries, _, inverse = network()
         model, *batch = operator.args
         queries = [x[:4] for x in batch]
         vectors = gradients(model, *queries)
@@ -192,8 +200,8 @@ class TestGaussNewton:
             scores, np.asarray(expected) @ of_batch.T, rtol=1e-8, atol=1e-12
         )
 
-    def test_one_right_hand_side_within_jit(self, system, getkey):
-        operator, entries, unravel, inverse = system
+    def test_one_right_hand_side_within_jit(self, getkey):
+        operator, entries, unravel, inverse = network()
         right = normal(getkey(), (len(entries),), float)
 
         @eqx.filter_jit
@@ -487,7 +495,7 @@ class TestMeshes:
         )(self.w, self.x, rows)
         np.testing.assert_allclose(found[:4], expected.solution[:4], atol=1e-4)
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
     def test_sharded_parameters(self, kind):
         mesh = make_mesh(kind)
         w, x, rows = (jnp.tile(y, 4)[..., :8] for y in (self.w, self.x, self.rows))
