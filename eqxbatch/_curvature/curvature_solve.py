@@ -1,6 +1,7 @@
 """`curvature_solve`: damped systems with a matrix that is known by its products."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ class CurvatureSolution(eqx.Module):
     - `solution`: like `vectors`. It is NaN for a right-hand side with NaNs or
         infinities, and if a product has some.
     - `residuals`: the norm of each residual, relative to that of its right-hand side.
+        If it has not converged, this is the residual that steps update, which differs
+        from the true one by rounding.
     - `num_products`: the number of products with the matrix.
     - `has_converged`: whether the residual is at most `rtol`, by a product with the
         solution itself.
@@ -120,8 +123,8 @@ def curvature_solve(
     An [`eqxbatch.results.CurvatureSolution`][]. Nothing is raised if a column is not
     solved: its entries of `has_converged` and `is_indefinite` say so.
 
-    It works inside of `jax.jit`, `jax.vmap` and `jax.jvp`. JAX has no reverse mode for
-    such a loop; differentiate `lineax.linear_solve` instead.
+    It works inside of `jax.jit` and `jax.vmap`. It has no derivative, as that of a few
+    steps is not the one of the solution.
 
     **Raises:**
 
@@ -129,8 +132,9 @@ def curvature_solve(
         vectors or a preconditioner of another structure, for a `damping`, `rtol`,
         `max_steps` or `block_size` out of range, and inside of `jax.shard_map` for
         vectors that differ between devices which share a product.
-    - `TypeError` for what is no linear operator, for arguments of another type, and for
-        `progress` inside of `jax.jit` and other transforms.
+    - `TypeError` for what is no linear operator, for arguments of another type, for
+        `progress` inside of `jax.jit` and other transforms, and if it is
+        differentiated; use `lineax.linear_solve` there.
     - `RuntimeError` for a negative `damping` that is known at run time only.
     - `ImportError` if lineax is not installed.
 
@@ -199,6 +203,7 @@ def curvature_solve(
     )
     system, leaves = on_one_mesh((system, columns.leaves))
     columns = dataclasses.replace(columns, leaves=leaves)
+    system, columns = _without_derivative(system, columns)
     size = min(block_size or columns.num, max(columns.num, 1))
     meter = as_meter(progress)
     if meter is None:
@@ -208,6 +213,28 @@ def curvature_solve(
         check_takes_residual(meter, "curvature_solve")
         found = _solve_with_meter(system, columns, size, meter)
     return jtu.tree_map(lambda x: x[0], found) if columns.is_one else found
+
+
+def _without_derivative(*trees: PyTree) -> PyTree:
+    """The same, but an error if what is computed from it is differentiated."""
+    arrays, rest = eqx.partition(trees, eqx.is_inexact_array)
+    leaves, treedef = jtu.tree_flatten(arrays)
+    same = jtu.tree_unflatten(treedef, _not_differentiable(leaves))
+    return eqx.combine(same, rest)
+
+
+@jax.custom_jvp
+def _not_differentiable(arrays: list[Array]) -> list[Array]:
+    return arrays
+
+
+@_not_differentiable.defjvp
+def _refuse(primals: tuple, tangents: tuple) -> None:
+    raise TypeError(
+        "`curvature_solve` has no derivative: that of a few steps is not the one of "
+        "the solution. Use `lineax.linear_solve`, or `jax.lax.stop_gradient` for what "
+        "goes into it."
+    )
 
 
 class _Columns(eqx.Module):
@@ -346,9 +373,15 @@ class _System(eqx.Module):
         residual = _plus(state.right, -jnp.ones_like(state.norm), product.image)
         norm = jnp.sqrt(_inner(residual, residual))
         is_stuck = ~self.is_small(norm, state) & ~(norm < _STAGNATION * state.start)
-        norms = {"norm": norm, "start": norm}
-        flags = {"is_exact": jnp.ones_like(is_stuck), "is_stuck": is_stuck}
-        return state.but(residual=residual, **norms, **flags)
+        return state.but(
+            # In half precision, the residual is that of the rounded solution.
+            solution=product.vector,
+            residual=residual,
+            norm=norm,
+            start=norm,
+            is_exact=jnp.ones_like(is_stuck),
+            is_stuck=is_stuck,
+        )
 
     def _moved(self, state: _State, energy: Array, product: _Product) -> _State:
         """The state after a step along a direction, if it has positive curvature."""
@@ -378,11 +411,15 @@ class _System(eqx.Module):
             (x * fill.astype(x.dtype)).astype(struct.dtype)
             for x, struct in safe_zip(state.solution, structs)
         ]
+        # A solution may be too large for the dtypes of the parameters.
+        is_finite = functools.reduce(
+            jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in leaves)
+        )
         return CurvatureSolution(
             jtu.tree_unflatten(treedef, leaves),
             self.residual(state),
             state.num_products,
-            self.is_solved(state),
+            self.is_solved(state) & is_finite,
             state.is_indefinite,
         )
 

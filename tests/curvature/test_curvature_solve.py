@@ -344,23 +344,26 @@ class TestColumns:
         with pytest.raises(TypeError, match="`progress` is for calls outside"):
             jax.jit(lambda x: self.solve(rows, progress=True, damping=x))(0.1)
 
-    def test_derivatives(self):
+    def test_within_transforms(self):
         right = np.arange(1.0, 7.0)
-        entries = self.entries + 0.5 * np.eye(6)
-        solve = lambda damping: (
+        solve = lambda damping, right: (
             curvature_solve(
                 dense(self.entries), columns(right), damping=damping, rtol=1e-12
             ).solution
         )
-        found, moved = jax.jvp(solve, (jnp.asarray(0.5),), (jnp.asarray(1.0),))
-        expected = np.linalg.solve(entries, right)
-        of_rows = lambda x: flat(jax.tree.map(lambda x: x[None], x))[0]
-        np.testing.assert_allclose(of_rows(found), expected, rtol=1e-8)
-        np.testing.assert_allclose(
-            of_rows(moved), -np.linalg.solve(entries, expected), rtol=1e-6
-        )
-        several = jax.vmap(solve)(jnp.asarray([0.5, 1.0]))
-        np.testing.assert_allclose(flat(several)[0], expected, rtol=1e-8)
+        dampings = jnp.asarray([0.5, 1.0])
+        found = jax.vmap(solve, (0, None))(dampings, right)
+        for x, damping in zip(flat(found), dampings, strict=True):
+            entries = self.entries + damping * np.eye(6)
+            np.testing.assert_allclose(x, np.linalg.solve(entries, right), rtol=1e-8)
+        # The derivative of steps along an eigenvector is not that of the solution.
+        for of in (solve, jax.jit(solve)):
+            with pytest.raises(TypeError, match="`curvature_solve` has no derivative"):
+                jax.jvp(lambda x, of=of: of(x, right), (dampings[0],), (dampings[1],))
+        with pytest.raises(TypeError, match="`curvature_solve` has no derivative"):
+            jax.grad(lambda x: solve(x, right)["b"])(0.5)
+        stopped = lambda x: solve(jax.lax.stop_gradient(x), right)["b"] * x
+        np.testing.assert_allclose(jax.grad(stopped)(0.5), found["b"][0])
 
 
 def test_a_residual_that_does_not_fall_is_no_solution():
@@ -394,6 +397,16 @@ def test_half_precision(dtype):
         assert found.has_converged.all()
         expected = np.asarray([[1e-4, 1e-4, 1e-4], [1.0, 0.5, 0.25]]) * scale
         np.testing.assert_allclose(flat(found.solution), expected, rtol=0.05)
+
+
+def test_a_solution_out_of_range_has_not_converged():
+    found = curvature_solve(
+        dense(np.eye(2) * 1e-3, np.float16),
+        columns([[1e2, 1.0], [1.0, 1.0]], np.float16),
+        damping=0.0,
+    )
+    assert jnp.isinf(found.solution["a"][0])
+    assert found.has_converged.tolist() == [False, True]
 
 
 @pytest.mark.usefixtures("x64")
