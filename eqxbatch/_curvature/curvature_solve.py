@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -229,7 +229,7 @@ def _not_differentiable(arrays: list[Array]) -> list[Array]:
 
 
 @_not_differentiable.defjvp
-def _refuse(primals: tuple, tangents: tuple) -> None:
+def _refuse(primals: tuple, tangents: tuple) -> NoReturn:
     raise TypeError(
         "`curvature_solve` has no derivative: that of a few steps is not the one of "
         "the solution. Use `lineax.linear_solve`, or `jax.lax.stop_gradient` for what "
