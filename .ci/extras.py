@@ -180,6 +180,8 @@ def check_linalg() -> None:
         solved = lx.linear_solve(damped, weights, lx.CG(rtol=1e-6, atol=1e-6)).value
         expected = np.linalg.solve(dense + np.eye(3), weights)
         np.testing.assert_allclose(solved, expected, rtol=1e-4)
+        found = eqxbatch.curvature_solve(operator, weights, damping=1.0).solution
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
         tridiagonal = matfree.decomp.tridiag_sym(3, materialize=True)
         lanczos = tridiagonal(operator.mv, jnp.array([1.0, 2.0, 3.0]))
         np.testing.assert_allclose(

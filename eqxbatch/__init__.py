@@ -27,6 +27,7 @@ from ._batch.stream import over_batches as over_batches
 from ._batch.sums import Mean as Mean, Sum as Sum, Variance as Variance
 from ._batch.zarr_store import ZarrStore as ZarrStore
 from ._check.explain import explain_sites as explain_sites
+from ._curvature.curvature_solve import curvature_solve as curvature_solve
 from ._curvature.directional import (
     filter_ggnvp as filter_ggnvp,
     filter_hvp as filter_hvp,

@@ -2,6 +2,7 @@
 
 from ._batch.stream_state import StreamState as StreamState
 from ._batch.sums import MeanAndVariance as MeanAndVariance
+from ._curvature.curvature_solve import CurvatureSolution as CurvatureSolution
 from ._curvature.directional import TaylorExpansion as TaylorExpansion
 from ._curvature.kronecker_factors import KroneckerFactors as KroneckerFactors
 from ._curvature.pytree import Unravel as Unravel

@@ -85,6 +85,7 @@ def test_without_lineax_and_without_checks():
         "for name, call in {\n"
         "    'KroneckerFactors.operator': eqxbatch.results.KroneckerFactors.operator,\n"
         "    'kernel_solve': lambda _: eqxbatch.kernel_solve(min, 1.0, 1.0, ridge=1),\n"
+        "    'curvature_solve': lambda _: eqxbatch.curvature_solve(1, 1, damping=1),\n"
         "}.items():\n"
         "    try:\n"
         "        call(None)\n"
@@ -97,7 +98,7 @@ def test_without_lineax_and_without_checks():
     found = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     )
-    assert found.stdout.split() == ["False", "True", "0", "True", "True"]
+    assert found.stdout.split() == ["False", "True", "0", "True", "True", "True"]
     assert importlib.util.find_spec("lineax") is not None
 
 

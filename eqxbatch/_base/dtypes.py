@@ -385,3 +385,10 @@ def as_complex(tree: PyTree) -> PyTree:
         tree,
         is_leaf=is_split,
     )
+
+
+def reachable_rtol(dtype: DTypeLike) -> float:
+    """What relative residuals of an iterative solver can reach, for most matrices."""
+    if np.dtype(dtype) == np.float64:
+        return 1e-6
+    return min(1_000 * float(jnp.finfo(dtype).eps), 0.01)

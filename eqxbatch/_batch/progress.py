@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -141,6 +142,18 @@ def as_meter(progress: Progress) -> AbstractProgressMeter | None:
     if isinstance(progress, bool):
         return TqdmProgressMeter() if progress else None
     return progress
+
+
+def check_takes_residual(meter: AbstractProgressMeter, name: str) -> None:
+    """Raises `TypeError` for a meter that the solver `name` cannot use."""
+    try:
+        # Found out before the solve, not after its first product.
+        inspect.signature(meter.step).bind(None, 0, 1.0)
+    except TypeError:
+        raise TypeError(
+            f"`step` of `{type(meter).__name__}` must take a third argument, the "
+            f"residual, to be used by `{name}`."
+        ) from None
 
 
 @contextlib.contextmanager

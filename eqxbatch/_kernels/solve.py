@@ -1,6 +1,5 @@
 """`kernel_solve`: systems with a kernel that need not fit in memory."""
 
-import inspect
 import math
 import os
 from collections.abc import Callable
@@ -13,11 +12,17 @@ import numpy as np
 from jaxtyping import Array, Float, Inexact, PyTree
 
 from .._base.checks import check_at_least
-from .._base.dtypes import is_complex
+from .._base.dtypes import is_complex, reachable_rtol
 from .._base.trees import described, import_extra, log
 from .._base.types import AnyArray, check_types, checked
 from .._batch.fingerprint import digest
-from .._batch.progress import AbstractProgressMeter, as_meter, metered, Progress
+from .._batch.progress import (
+    AbstractProgressMeter,
+    as_meter,
+    check_takes_residual,
+    metered,
+    Progress,
+)
 from .._batch.reading import as_numpy
 from .kernel_matrices import AbstractKernelMatrix, StoredMatrix
 from .led import led
@@ -180,7 +185,7 @@ def kernel_solve(
         # Only one of several processes may have a progress bar.
         meter = as_meter(progress)
         if meter is not None:
-            _check_meter(meter)
+            check_takes_residual(meter, "kernel_solve")
         # A folder may be of another system, whose state would not be a start.
         saved = None
         if checkpoint is not None:
@@ -336,8 +341,8 @@ def _default_rtol(matrix: AbstractKernelMatrix) -> float:
     """What the residuals of products with a kernel can reach, for most kernels."""
     # Products are in float64 there; otherwise, they have the digits of the kernel.
     if isinstance(matrix, StoredMatrix) or jnp.zeros(()).dtype == jnp.float64:
-        return 1e-6
-    return min(1_000 * float(jnp.finfo(matrix.struct.dtype).eps), 0.01)
+        return reachable_rtol(np.float64)
+    return reachable_rtol(matrix.struct.dtype)
 
 
 def _checked_ridge(ridge: float | AnyArray) -> float:
@@ -411,17 +416,6 @@ def _column_scales(columns: Inexact[np.ndarray, "n k"]) -> Inexact[np.ndarray, "
     # `x = m 2^e` with `0.5 <= m < 1`, so that `2^(e - 1)` is at most `x`.
     _, exponents = np.frexp(np.where(largest > 0, largest, 1))
     return np.ldexp(1.0, exponents - 1)
-
-
-def _check_meter(meter: AbstractProgressMeter) -> None:
-    try:
-        # Found out before the solve, not after its first product.
-        inspect.signature(meter.step).bind(None, 0, 1.0)
-    except TypeError:
-        raise TypeError(
-            f"`step` of `{type(meter).__name__}` must take a third argument, the "
-            "residual, to be used by `kernel_solve`."
-        ) from None
 
 
 def _ridged_product(matrix: AbstractKernelMatrix, ridge: float) -> Product:

@@ -28,6 +28,9 @@ step = functools.partial(eqxbatch.filter_gauss_newton_step, damping=0.1)
 ggnvp = functools.partial(eqxbatch.filter_ggnvp, outputs, of_output)
 kfac = functools.partial(eqxbatch.filter_kfac, outputs, of_output)
 factors = lambda: kfac(in_axes=0)(w, x)
+solve = lambda vectors, **settings: eqxbatch.curvature_solve(
+    eqxbatch.GGNOperator(outputs, of_output, w, x), vectors, damping=0.1, **settings
+)
 by_kfac = lambda **x: eqxbatch.scale_by_kfac(factors(), **{"damping": 0.1, **x})
 update_kfac = lambda **x: by_kfac().update(w, by_kfac().init(w), **x)
 RUNNING = eqxbatch.Mean(running=True)
@@ -40,6 +43,30 @@ wide = eqx.tree_at(lambda model: model.layers[0].weight, model, jnp.ones((5, 2))
 
 
 CURVATURE = [
+    Case(
+        "curvature_solve",
+        lambda: eqxbatch.curvature_solve(factors(), w, damping=0.1),
+        TypeError,
+        "`operator` must be a `lineax.AbstractLinearOperator`; got a KroneckerFactors",
+    ),
+    Case(
+        "curvature_solve",
+        lambda: solve(x3),
+        ValueError,
+        r"`vectors` must have the structure, shapes and dtypes .* `jax.flatten_util",
+    ),
+    Case(
+        "CurvatureSolution",
+        lambda: solve(w, preconditioner=factors()),
+        TypeError,
+        r"`preconditioner` must be a `lineax.*`factors.operator\(damping=...\).inverse",
+    ),
+    Case(
+        "CurvatureSolution",
+        lambda: solve(w, rtol=0.0),
+        ValueError,
+        "`rtol` must be between 0 and 1; got 0.0",
+    ),
     Case(
         "filter_gauss_newton_step",
         lambda: step(outputs, centre="yes"),
