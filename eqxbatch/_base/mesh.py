@@ -136,34 +136,6 @@ def zeros_like(struct: Aval) -> Array:
     return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))
 
 
-def error_if(x: Array, *checks: tuple[Array, str]) -> Array:
-    """`equinox.error_if` for several checks, or NaN on several devices.
-
-    A check is whether something is wrong, and the message; the first wrong one counts.
-    The host of a GPU waits for each condition, so there is one for all. Of the devices
-    of a mesh, one would raise, and all others wait for it until the process is ended;
-    inside `jax.shard_map`, they may disagree.
-    """
-    if not checks:
-        return x
-    flags = [jnp.any(is_wrong) for is_wrong, _ in checks]
-    are_wrong = jnp.stack(vary_as(flags, flags))
-    sizes = [
-        size for y in (x, are_wrong) for size, _ in mesh_axes(jax.typeof(y)).values()
-    ]
-    if varying(jax.typeof(are_wrong)) or max(sizes, default=1) > 1:
-        # Outside of programs, nobody waits.
-        if not any(isinstance(y, Tracer) for y in (x, are_wrong)):
-            wrong = np.flatnonzero(are_wrong).tolist()
-            if wrong:
-                raise RuntimeError(checks[wrong[0]][1])
-            return x
-        return jnp.where(jnp.any(are_wrong), jnp.nan, x)
-    messages = [message for _, message in checks]
-    # Of bools, `argmax` finds the first that is true.
-    return eqx.branched_error_if(x, are_wrong, jnp.argmax(are_wrong), messages)
-
-
 def manual_axes() -> frozenset:
     """The mesh axes of the enclosing `jax.shard_map`s."""
     mesh = get_abstract_mesh()

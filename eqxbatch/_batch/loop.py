@@ -17,6 +17,7 @@ from .._base.jaxpr_types import JaxprAndConsts
 from .._base.jaxprs import axis_names, run_jaxpr
 from .._base.mesh import is_on_mesh
 from .._base.refs import without_refs
+from .._base.run_time_checks import can_raise, nan_if
 from .._base.structs import array_structs, is_struct, with_arrays
 from .._base.trees import (
     num_batch_axes,
@@ -92,6 +93,11 @@ def run_blocks(
         _check_remainder(full.output, remainder.output, blocks)
         _check_rows(slots.slots, full.output, remainder.output, blocks)
 
+    # On several devices, no wrong limit can be an error.
+    is_wrong = None
+    if isinstance(limit, jax.Array) and not can_raise(limit):
+        is_wrong = (limit < 0) | (limit > blocks.num)
+        limit = jnp.clip(limit, 0, blocks.num)
     run = Run(
         rows=rows,
         full_consts=list(full.closed.consts),
@@ -106,7 +112,10 @@ def run_blocks(
     )
     # A stream wraps the run: it brings states from before, and keeps those after it.
     compute = _results_of_run if passes is None else passes.wrapped(_results_of_run)
-    return slots.combine(compute(run))
+    results = compute(run)
+    if is_wrong is not None:
+        results = jtu.tree_map(functools.partial(nan_if, is_wrong), results)
+    return slots.combine(results)
 
 
 @dataclasses.dataclass(frozen=True)

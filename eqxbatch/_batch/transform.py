@@ -39,6 +39,7 @@ from .._base.mesh import (
     on_one_mesh,
     within_mesh,
 )
+from .._base.run_time_checks import can_raise, on_devices_of
 from .._base.trees import shown
 from .._base.types import check_types
 from .arguments import Arguments
@@ -323,8 +324,10 @@ def _check_limit(count: int | Array | None, num: int) -> int | Array | None:
         f"{num}"
     )
     if isinstance(count, jax.Array):
+        index = count.astype(jnp.int32)  # As indices of microbatches are.
+        if not can_raise(count):  # `run_blocks` returns NaNs instead.
+            return index
         is_outside = (count < 0) | (count > num)
-        # Indices of microbatches have this dtype, too.
         return eqx.error_if(count, is_outside, f"{remedy}.").astype(jnp.int32)
     if count is not None and not 0 <= count <= num:
         raise ValueError(f"{remedy}; got {count}. Use None to run all of them.")
@@ -417,7 +420,7 @@ def on_their_mesh(
     `specs` has the sharding of the results, by default that of the transform's.
     """
     operands = on_one_mesh(operands)
-    with within_mesh(operands):
+    with within_mesh(operands), on_devices_of(operands):
         transform, *call = operands
         # Others run as they are written, with the mesh of their arrays.
         if not isinstance(transform, AbstractSharded):

@@ -19,8 +19,9 @@ from .._base.dtypes import (
     is_complex,
     reachable_rtol,
 )
-from .._base.mesh import error_if, on_one_mesh
+from .._base.mesh import on_one_mesh
 from .._base.platforms import exact_products
+from .._base.run_time_checks import error_if
 from .._base.trees import described, difference, import_extra, safe_zip, shown
 from .._base.types import AnyArray, as_jax, checked
 from .._base.versions import varying

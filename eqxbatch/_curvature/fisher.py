@@ -15,7 +15,7 @@ from jaxtyping import Array, Key, PRNGKeyArray, PyTree, Real, UInt32
 
 from .._base.checks import check_at_least
 from .._base.dtypes import widened
-from .._base.mesh import error_if
+from .._base.run_time_checks import error_if
 from .._base.trees import described, shown
 from .._batch.blocks import Blocks
 from .._batch.derivative import AbstractOverExamples

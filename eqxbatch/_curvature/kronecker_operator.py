@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._base.checks import check_at_least
 from .._base.dtypes import common_dtype
-from .._base.mesh import error_if
+from .._base.run_time_checks import error_if
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import checked
 from .kronecker_blocks import AbstractKroneckerFactors

@@ -25,8 +25,9 @@ from .._base.dtypes import (
     sum_of_squares,
     times_two_to,
 )
-from .._base.mesh import error_if, is_on_mesh
+from .._base.mesh import is_on_mesh
 from .._base.platforms import platform
+from .._base.run_time_checks import error_if
 from .._base.trees import described, safe_zip
 from .._base.types import check_types
 from .._sites.cancel import (
@@ -313,6 +314,9 @@ class Groups:
             if bound is not None:
                 limit = jnp.asarray(bound, root.dtype)
                 is_longer = norm.number > limit  # The norm itself may overflow.
+                if isinstance(bound, jax.Array):
+                    # A wrong bound on several devices: the factor is NaN, too.
+                    is_longer = is_longer | jnp.isnan(limit)
                 # So its root and exponent are divided by, one after the other. Where
                 # the gradient is short, a division by zero would have a derivative of
                 # NaN, although it is not selected.

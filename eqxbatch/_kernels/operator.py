@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.dtypes import is_complex
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
+from .._base.run_time_checks import error_if
 from .._base.types import AnyArray, checked
 from .._batch.progress import as_meter, Progress
 from .._batch.store import AbstractStore
@@ -196,12 +197,11 @@ class KernelOperator(AbstractTaggedOperator):
                 f"`index` must be the index of one of the {num} columns; got {index}."
             )
         # A traced index is known at run time only.
-        column = eqx.error_if(
-            jnp.asarray(index, jnp.int32),
-            (jnp.asarray(index) < 0) | (jnp.asarray(index) >= num),
-            f"`index` must be the index of one of the {num} columns.",
-        )
-        return self.matrix.column(column)
+        index = jnp.asarray(index, jnp.int32)
+        is_outside = (index < 0) | (index >= num)
+        column = self.matrix.column(jnp.clip(index, 0, num - 1))
+        message = f"`index` must be the index of one of the {num} columns."
+        return error_if(column, (is_outside, message))
 
     def transpose(self) -> "KernelOperator":
         if lineax.is_symmetric(self):

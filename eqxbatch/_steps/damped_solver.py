@@ -10,7 +10,7 @@ import jax.scipy.linalg as jsl
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._base.mesh import error_if
+from .._base.run_time_checks import error_if
 from .._base.trees import import_extra
 from .residuals import in_range
 
