@@ -88,7 +88,7 @@ def test_projections_are_unbiased():
         projection = Projection(dim, key)
 
         def of(pair):
-            leaves = enumerate(x[None].astype("float32") for x in pair)
+            leaves = enumerate(jnp.asarray(x[None], "float32") for x in pair)
             return projection.total([projection.of_gradient(*x)[0] for x in leaves])
 
         return jnp.dot(*map(of, vectors))
@@ -224,7 +224,7 @@ def test_sparse_variance():
     @jax.vmap
     def estimate(key):
         sketch = Projection(dim, key, kind="sparse", entries=2)
-        of = lambda x: sketch.total([sketch.of_gradient(0, x[None])[0]])
+        of = lambda x: sketch.total([sketch.of_gradient(0, jnp.asarray(x)[None])[0]])
         return of(x) @ of(y)
 
     found = np.asarray(estimate(jr.split(jr.key(0), num)))
