@@ -65,8 +65,8 @@ class Projection(eqx.Module):
     **Raises:**
 
     `ValueError` for a `dim` or `entries` below 1, for `entries` that do not divide
-    `dim`, and for a `metric` that is another projection. An estimator raises the errors
-    of its `metric`.
+    `dim`, for an unknown `kind`, and for a `metric` that is another projection. An
+    estimator raises the errors of its `metric`.
 
     !!! example
 

@@ -656,8 +656,8 @@ MODELS = [
     Case(
         "Projection",
         lambda: eqxbatch.Projection(3, key, kind="any"),
-        TypeError,
-        "`kind` must be .*sparse.* got 'any'",
+        ValueError,
+        "`kind` must be one of .*sparse.* got 'any'",
     ),
     Case(
         "Projection",
