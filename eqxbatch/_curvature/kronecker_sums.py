@@ -64,7 +64,7 @@ class Weighing(eqx.Module):
 VECTOR = Axis(Role.OUTPUT)
 
 
-class _Use(eqx.Module):
+class FlatUse(eqx.Module):
     """The factors at one site, flat, with examples along axis 0.
 
     - `tokens`: the indices that an embedding looks up, instead of an operand.
@@ -84,7 +84,7 @@ class _Use(eqx.Module):
         return self.d.shape[2] if self.met is None else jnp.sum(self.met, 1)
 
 
-def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
+def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> FlatUse:
     (a, of_a), (d, of_d), shared, met = use.terms(factors)
     sides = (layout.inputs, layout.outputs)
     into, out = sides[::-1] if use.is_swapped else sides
@@ -97,7 +97,7 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
     # A one-hot row is as long as the table, so tokens stay numbers.
     if use.site.rule.token is not None:
         tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
-        return _Use(None, d, tokens.reshape(num, positions), use.is_swapped)
+        return FlatUse(None, d, tokens.reshape(num, positions), use.is_swapped)
     a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
     a = a.reshape(num, positions, count, layout.size(into))
     # Groups, such as the experts of a mixture, are the matrices of the batch.
@@ -106,7 +106,7 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> _Use:
         met = aligned(*met, (EXAMPLE, *shared, *batch))
         met = met.reshape(met.shape[0], positions, count)
         met = jnp.broadcast_to(met, (num, positions, count))
-    return _Use(a, d, None, use.is_swapped, met)
+    return FlatUse(a, d, None, use.is_swapped, met)
 
 
 def _in_order(
@@ -159,7 +159,7 @@ def part_sums(
 
 
 def _role_sums(
-    uses: list[_Use], part: Part, weighing: Weighing, sharing: WeightSharing
+    uses: list[FlatUse], part: Part, weighing: Weighing, sharing: WeightSharing
 ) -> list[Array]:
     # Calls of a weight count as further positions.
     positions = sum(use.num for use in uses)
@@ -179,7 +179,7 @@ def _role_sums(
             a = total / jnp.maximum(positions, 1)[..., None]
             positions = (positions > 0).astype(positions.dtype)
             met = positions[:, None]
-        uses = [_Use(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
+        uses = [FlatUse(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
     # Second moments are sums over all uses, as over positions.
     grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
     add = functools.partial(functools.reduce, jnp.add)
@@ -193,7 +193,9 @@ def _role_sums(
     return [gram, add(sums), add(outputs), count]
 
 
-def _use_sums(use: _Use, part: Part, weighing: Weighing) -> tuple[Array, Array, Array]:
+def _use_sums(
+    use: FlatUse, part: Part, weighing: Weighing
+) -> tuple[Array, Array, Array]:
     outputs = _gram(use.d, weighing.seconds(use.d))
     if use.tokens is None:
         assert use.a is not None
@@ -301,7 +303,7 @@ def moment_sums(
         squares = jnp.sum(d * weighing.seconds(d), (1, 2))
         return jnp.einsum("nbi,nbo->boi", a[:, 0] ** 2, squares)
 
-    def moments(uses: list[_Use], weighing: Weighing) -> Array:
+    def moments(uses: list[FlatUse], weighing: Weighing) -> Array:
         formed = functools.reduce(
             jnp.add, (product_in_basis(x, layout, bases) for x in uses)
         )
@@ -322,7 +324,7 @@ def moment_sums(
 
 
 def rotated(
-    use: _Use, layout: Layout, bases: Sequence[Array | None]
+    use: FlatUse, layout: Layout, bases: Sequence[Array | None]
 ) -> tuple[Array, Array]:
     """Operand and cotangent in the eigenbases of the factors."""
     out, into = bases[::-1] if use.is_swapped else bases
@@ -347,7 +349,7 @@ def rotated(
 
 
 def product_in_basis(
-    use: _Use, layout: Layout, bases: Sequence[Array | None]
+    use: FlatUse, layout: Layout, bases: Sequence[Array | None]
 ) -> Inexact[Array, "n vectors batch outputs inputs"]:
     a, d = rotated(use, layout, bases)
     # Summed over positions; the layout's outputs come first, whatever the role.

@@ -98,12 +98,13 @@ class EmpiricalNTK(AbstractEstimator, AbstractMetricKernel, AbstractStored):
         `J(x1) M J(x2)^T` in place of `J(x1) J(x2)^T`: a PyTree of non-negative arrays
         like the parameters, which are the diagonal; an [`eqxbatch.KroneckerOperator`][]
         or its inverse; an [`eqxbatch.Projection`][], for an estimate of the plain
-        kernel; or a matrix of shape `(p, p)` over all `p` parameters, in the
-        order of `jax.flatten_util.ravel_pytree`, or another lineax operator over them,
-        with 8,192 rows at most. With the inverse of a curvature matrix, this is the
-        influence of training examples, or the covariance of the predictions of a
-        Laplace approximation. If `model` adds a loss to another model, the metric may
-        be that of the latter, if it has all parameters. Parameters must be real.
+        kernel, or of that in a metric; or a matrix of shape `(p, p)` over all `p`
+        parameters, in the order of `jax.flatten_util.ravel_pytree`, or another lineax
+        operator over them, with 8,192 rows at most. With the inverse of a curvature
+        matrix, this is the influence of training examples, or the covariance of the
+        predictions of a Laplace approximation. If `model` adds a loss to another model,
+        the metric may be that of the latter, if it has all parameters. Parameters must
+        be real.
     - `store`, `mesh`, `mesh_axis`, `reduce`, `progress`: where the kernel is computed
         and stored, and how it is reduced, as for [`eqxbatch.filter_batch_kernel`][].
         Derivatives of examples are still shared by all blocks.

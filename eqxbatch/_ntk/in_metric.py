@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._base.dtypes import common_dtype
 from .._base.platforms import exact_products
 from .._base.trees import safe_zip
 from .._curvature.kronecker_sums import VECTOR
@@ -23,7 +22,7 @@ from .._sites.site import AxisNames, leaf_site, positions, Rule, Site
 from .._sites.table import SiteTable
 from .._sites.views import leaf_view
 from .eigenvalue_table import TableProduct
-from .metric import Metric, MetricPart
+from .metric import Metric, MetricPart, PlainBasis
 from .product_basis import Coordinates, ProductBasis
 from .projection import Projection
 from .separable import scales_of, SeparableProduct
@@ -37,12 +36,8 @@ class InMetric:
 
     def __init__(self, program: Program, metric: Metric):
         self._original, self._metric = program, metric
-        # Once for all: each looks at all leaves. A projection has its own parts.
+        # Once for all: each looks at all leaves.
         groups = [part.leaves for part in metric.parts]
-        self._projects = any(isinstance(x.basis, Projection) for x in metric.parts)
-        if self._projects:
-            # Each leaf has its own signs, so that a bias is no column of its weight.
-            groups = [(leaf,) for leaf, _ in enumerate(program.leaves)]
         self._parts = parts_of(program.table, groups)
         # The uses of each part whose gradients are outer products; where there are
         # none, gradients are formed.
@@ -50,19 +45,20 @@ class InMetric:
             uses_of(program.table, part) if part.layout is not None else []
             for part in self._parts
         ]
-        # A projection asks when it sees the factors.
-        if not self._projects:
-            both = safe_zip(metric.parts, self._parts, self._uses)
-            self._uses = [
-                uses if _has_products(part, other, uses) else []
-                for part, other, uses in both
-            ]
+        # The projection of plain gradients asks when it sees the factors.
+        both = safe_zip(metric.parts, self._parts, self._uses)
+        self._uses = [
+            uses
+            if isinstance(part.basis, PlainBasis) or _has_products(part, other, uses)
+            else []
+            for part, other, uses in both
+        ]
         self.table = self._in_coordinates()
 
     def inners(self) -> list[AbstractInnerProduct]:
         """The inner product of the factors of each leaf of the table."""
         inners: list[AbstractInnerProduct] = [PlainProduct()] * len(self.table.leaves)
-        if self._projects:
+        if self._metric.projection is not None:
             return inners
         # Leaf `i` of the table has the coordinates of part `i` of the metric.
         damped_leaves: dict[int, DampedProduct] = {}
@@ -99,11 +95,9 @@ class InMetric:
         of_example = [x[None] for x in operands]
         factors = Factors(of_example, flat, (VECTOR,), 1, values)
         # A projection adds up all leaves: they are one leaf of the table.
-        if self._projects:
-            (part,) = self._metric.parts
-            assert isinstance(part.basis, Projection)
-            total = self._projected(part.basis, factors, vectors)
-            return [[Coordinates(None, total.reshape(*lead, part.basis.dim))]]
+        if self._metric.projection is not None:
+            total = self._projected(self._metric.projection, factors, vectors)
+            return [[Coordinates(None, total.reshape(*lead, total.shape[-1]))]]
         results = []
         for part, uses in safe_zip(self._metric.parts, self._uses):
             if not uses:
@@ -141,20 +135,23 @@ class InMetric:
     def _projected(
         self, projection: Projection, factors: Factors, vectors: int
     ) -> Inexact[Array, "vectors dim"]:
-        """The coordinates of the gradients, which are not formed if possible."""
-        # Summands, before they are divided by the root of the number of directions.
+        """The projection of the gradients, which are not formed if possible."""
         results = []
-        for part, uses in safe_zip(self._parts, self._uses):
-            (leaf,) = part.leaves
-            like = self._original.leaves[leaf]
-            product = projection.of_product(part, uses, factors, like)
-            if product is None:
-                jacobian = self._jacobian(leaf, factors, vectors)
-                product = projection.of_gradient(leaf, jacobian)
-            results.append(product)
-        dtype = common_dtype(*(x.dtype for x in results))
-        total = functools.reduce(jnp.add, (x.astype(dtype) for x in results))
-        return total / math.sqrt(projection.dim)
+        both = safe_zip(self._metric.parts, self._parts, self._uses)
+        for number, (part, other, uses) in enumerate(both):
+            summand = None
+            if isinstance(part.basis, PlainBasis):
+                (leaf,) = part.leaves
+                like = self._original.leaves[leaf]
+                summand = projection.of_product(other, uses, factors, like)
+            elif isinstance(part.basis, ProductBasis) and uses:
+                with exact_products():
+                    summand = projection.of_basis(number, part.basis, uses, factors)
+            if summand is None:
+                gradients = [self._jacobian(x, factors, vectors) for x in part.leaves]
+                summand = self._metric.projected(number, gradients)
+            results.append(summand)
+        return projection.total(results)
 
     def _in_coordinates(self) -> SiteTable:
         """The leaves and sites of the coordinates."""

@@ -38,6 +38,10 @@ _KINDS = (
 )
 
 
+class PlainBasis(eqx.Module):
+    """The coordinates of the identity, which are the gradients of a leaf."""
+
+
 class MetricPart(eqx.Module):
     """A block of a metric.
 
@@ -48,7 +52,7 @@ class MetricPart(eqx.Module):
 
     leaves: tuple[int, ...] = eqx.field(static=True)
     coordinates: Callable[[list[Array]], Inexact[Array, "..."]]
-    basis: "ProductBasis | Projection | None" = None
+    basis: ProductBasis | PlainBasis | None = None
 
     @property
     def is_factored(self) -> bool:
@@ -64,10 +68,16 @@ class MetricPart(eqx.Module):
 
 
 class Metric(eqx.Module):
-    """A positive semidefinite matrix over the parameters of a model."""
+    """A positive semidefinite matrix over the parameters of a model.
+
+    - `parts`: its blocks.
+    - `projection`: a projection of the coordinates of all blocks to a few numbers,
+        without its metric.
+    """
 
     parts: tuple[MetricPart, ...]
     unravel: Unravel
+    projection: Projection | None = None
 
     def on_sides(self, num: tuple[int, int]) -> "list[Metric]":
         """Metrics of two sides with these numbers of examples, for the same kernel.
@@ -75,7 +85,8 @@ class Metric(eqx.Module):
         Factors of the smaller side are multiplied by the whole metric, and those of the
         other by nothing.
         """
-        if not any(part.is_factored for part in self.parts):
+        is_factored = any(part.is_factored for part in self.parts)
+        if not is_factored or self.projection is not None:
             return [self, self]
         # `(M g1) . g2 = g1 . (M g2)`, where each multiplication takes its time.
         is_first = num[0] <= num[1]
@@ -86,6 +97,10 @@ class Metric(eqx.Module):
 
     def product(self, leaves: Sequence[Array]) -> list[Array]:
         """The matrix times a vector of parameters."""
+        if self.projection is not None:
+            coordinates, pullback = jax.vjp(self._projected, [*leaves])
+            (products,) = pullback(coordinates)
+            return products
         results = [*leaves]
         for part in self.parts:
             # Coordinates `R^T v` are linear, so that their pullback multiplies by `R`.
@@ -95,6 +110,30 @@ class Metric(eqx.Module):
             for i, x in safe_zip(part.leaves, products):
                 results[i] = x
         return results
+
+    def projected(
+        self, number: int, leaves: list[Inexact[Array, "vectors ..."]]
+    ) -> Inexact[Array, "vectors dim"]:
+        """What a part adds to a projection, before scaling, from its gradients."""
+        assert self.projection is not None
+        part = self.parts[number]
+        # Eigenvalues may differ by many orders of magnitude, and signs by none.
+        if isinstance(part.basis, PlainBasis):
+            return self.projection.of_gradient(number, *leaves)
+        with exact_products():
+            x = jax.vmap(part.coordinates)(leaves)
+            if not isinstance(part.basis, ProductBasis):
+                return self.projection.of_gradient(number, x)
+            is_formed = part.basis.inner is not None
+            return self.projection.of_matrices(number, x, is_formed=is_formed)
+
+    def _projected(self, leaves: list[Array]) -> Inexact[Array, " dim"]:
+        assert self.projection is not None
+        summands = [
+            self.projected(number, [leaves[i][None] for i in part.leaves])[0]
+            for number, part in enumerate(self.parts)
+        ]
+        return self.projection.total(summands)
 
 
 def metric_of(metric: Any, parameters: PyTree) -> Metric:
@@ -134,9 +173,13 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
         _check_like(like, parameters)
         return metric
     if isinstance(metric, Projection):
-        every = tuple(range(len(structs)))
-        coordinates = eqx.Partial(Projection.coordinates, metric)
-        return Metric((MetricPart(every, coordinates, metric),), unravel)
+        projection = dataclasses.replace(metric, metric=None)
+        parts = tuple(
+            MetricPart((i,), _itself, PlainBasis()) for i, _ in enumerate(structs)
+        )
+        if metric.metric is not None:
+            parts = metric_of(metric.metric, parameters).parts
+        return Metric(parts, unravel, projection)
     num = sum(unravel.sizes)
     # Copies, as the owner of an array of NumPy may change it later.
     metric = jtu.tree_map(as_jax, metric)
@@ -215,6 +258,11 @@ def _root_of_entries(path: str, entries: Array) -> Array:
     what = "non-negative and finite"
     _check_values(what, ~jnp.all((wide >= 0) & jnp.isfinite(wide)), remedy)
     return jnp.sqrt(wide)
+
+
+def _itself(gradients: list[Array]) -> Array:
+    (gradient,) = gradients
+    return gradient
 
 
 def _scaled(root: Array, gradients: list[Array]) -> Array:

@@ -58,7 +58,7 @@ class ProductBasis(eqx.Module):
         flat = [flat_use(use, factors, layout) for use in uses]
         # One factor for each token: inputs are counted, as those of an embedding.
         if self.part.is_counted:
-            return [self._of_tokens(use.tokens, use.d) for use in flat]
+            return [self.of_tokens(use.tokens, use.d) for use in flat]
         # A side with none of the steps keeps the factors of the plain kernel.
         steps = bases if self.times else (None, None)
         pairs = [rotated(use, layout, steps) for use in flat]
@@ -67,7 +67,8 @@ class ProductBasis(eqx.Module):
         both = safe_zip(pairs, flat)
         return [self._back(*pair, use.is_swapped) for pair, use in both]
 
-    def _of_tokens(self, tokens: Any, d: Array) -> Coordinates:
+    def of_tokens(self, tokens: Any, d: Array) -> Coordinates:
+        """The tokens, and their cotangents in the coordinates."""
         # Inputs are one-hot, so that their coordinates only scale the cotangents, each
         # row by itself if values couple both.
         table = self.values

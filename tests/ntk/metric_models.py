@@ -63,6 +63,30 @@ def operator_of(found, is_inverse, settings):
     return operator, operator.as_matrix()
 
 
+def of_operator(corrected=False, is_inverse=True, **settings):
+    operator, dense = operator_of(factors(corrected), is_inverse, settings)
+    return operator, np.asarray(dense)
+
+
+def parameters(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def diagonal():
+    leaves, treedef = jax.tree.flatten(parameters(subject()[0]))
+    rng = np.random.default_rng(0)
+    entries = [rng.uniform(size=x.shape) * (rng.uniform() < 0.8) for x in leaves]
+    dense = np.diag(np.concatenate([x.ravel() for x in entries]))
+    return jax.tree.unflatten(treedef, entries), dense
+
+
+def matrix():
+    num = subject()[2].shape[-1]
+    root = np.random.default_rng(1).normal(size=(num, num))
+    dense = root @ root.T / num + np.eye(num)
+    return dense, dense
+
+
 class Lookup(eqx.Module):
     """An embedding, which drops tokens that it does not have, and a weight twice."""
 

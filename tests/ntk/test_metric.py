@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import equinox as eqx
 import jax
@@ -31,14 +30,15 @@ from ..helpers import (
     variants,
 )
 from .metric_models import (
-    factors,
+    diagonal,
     Lookup,
-    Net,
+    matrix,
     of_lookup,
+    of_operator,
     operator_of,
     OUTPUTS,
+    parameters,
     subject,
-    Tokens,
 )
 from .models import float64, jacobians, pairs
 
@@ -50,33 +50,9 @@ class Loss(eqx.Module):
         return jnp.sum(jnp.cosh(self.model(x)))
 
 
-def parameters(model):
-    return eqx.filter(model, eqx.is_inexact_array)
-
-
-def diagonal():
-    leaves, treedef = jax.tree.flatten(parameters(subject()[0]))
-    rng = np.random.default_rng(0)
-    entries = [rng.uniform(size=x.shape) * (rng.uniform() < 0.8) for x in leaves]
-    dense = np.diag(np.concatenate([x.ravel() for x in entries]))
-    return jax.tree.unflatten(treedef, entries), dense
-
-
-def matrix():
-    num = subject()[2].shape[-1]
-    root = np.random.default_rng(1).normal(size=(num, num))
-    dense = root @ root.T / num + np.eye(num)
-    return dense, dense
-
-
 @eqx.filter_jit
 def kernel_of(model, metric, **settings):
     return EmpiricalNTK(model, metric=metric, **settings)
-
-
-def of_operator(corrected=False, is_inverse=True, **settings):
-    operator, dense = operator_of(factors(corrected), is_inverse, settings)
-    return operator, np.asarray(dense)
 
 
 def of_lineax():
@@ -269,73 +245,6 @@ def test_traced_metrics_that_are_wrong_give_nan():
     run = lambda metric, x: EmpiricalNTK(model, metric=metric)(x)
     wrong = np.triu(np.ones((8, 8), "float32")) + 8 * np.eye(8, dtype="float32")
     assert np.isnan(eqx.filter_jit(run)(wrong, np.ones((2, 3), "float32"))).all()
-
-
-def projected(projection, model, x):
-    """The features of examples, from their Jacobians."""
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    fun = lambda params, x: eqx.combine(params, static)(x)
-    each = jax.vmap(jax.jacrev(fun), (None, 0))
-
-    @jax.jit
-    def run(params, x):
-        leaves = enumerate(jax.tree.leaves(params))
-        return each(params, x), [projection.signs(i, leaf) for i, leaf in leaves]
-
-    slopes, signs_of = jax.device_get(run(params, x))
-    total = 0.0
-    for jac, signs in zip(jax.tree.leaves(slopes), signs_of, strict=True):
-        jac = jac.reshape(*jac.shape[:2], *(len(y) for y in signs))
-        axes = "ab"[: len(signs)]
-        terms = "".join(f",{axis}j" for axis in axes)
-        total += np.einsum(f"no{axes}{terms}->noj", jac, *signs)
-    return total / np.sqrt(projection.dim)
-
-
-@float64
-@pytest.mark.parametrize("kind", (Tokens, pytest.param(Net, marks=pytest.mark.matrix)))
-def test_projections_are_those_of_gradients(kind):
-    model, projection = kind(jr.key(0)), Projection(8, jr.key(1))
-    x = subject()[1] if kind is Net else integers(jr.key(2), (7, 5), 6)
-    expected = projected(projection, model, x)
-
-    @eqx.filter_jit
-    def results(model, projection, x):
-        kernel = EmpiricalNTK(model, metric=projection, trace_axes=())
-        return kernel.features(x), dataclasses.replace(kernel, block_size=4)(x)
-
-    features, kernel = results(model, projection, x)
-    assert_same(features, jax.device_put(expected))
-    assert_same(kernel, pairs(expected, expected))
-
-
-def test_projections_are_unbiased():
-    # For all signs of an outer product of 2 and 3 numbers, and of 2 numbers.
-    rng = np.random.default_rng(0)
-    vectors = [(rng.normal(size=(2, 3)), rng.normal(size=2)) for _ in range(2)]
-    signs = np.array([*itertools.product((-1, 1), repeat=7)])
-    products = [
-        np.einsum("sa,sb,ab->s", signs[:, :2], signs[:, 2:5], weight)
-        + signs[:, 5:] @ bias
-        for weight, bias in vectors
-    ]
-    single = products[0] * products[1]
-    expected = sum(np.sum(x * y) for x, y in zip(*vectors, strict=True))
-    np.testing.assert_allclose(single.mean(), expected)
-
-    dim, num = 4, 400
-
-    @jax.jit
-    @jax.vmap
-    def estimate(key):
-        projection = Projection(dim, key)
-        of = lambda pair: projection.coordinates([*map(jnp.asarray, pair)])
-        return jnp.dot(*(of([y.astype("float32") for y in x]) for x in vectors))
-
-    estimates = np.asarray(estimate(jr.split(jr.key(0), num)))
-    deviation = np.sqrt(single.var() / dim)
-    assert abs(estimates.mean() - expected) < 4 * deviation / np.sqrt(num)
-    assert 0.8 < estimates.std() / deviation < 1.2
 
 
 class Noisy(eqx.Module):

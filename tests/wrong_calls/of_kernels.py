@@ -642,6 +642,50 @@ MODELS = [
         "`key` must be Key.* got 0",
     ),
     Case(
+        "Projection",
+        lambda: eqxbatch.Projection(3, key, entries=4),
+        ValueError,
+        "`entries` must divide `dim`.* got `dim=3` and `entries=4`",
+    ),
+    Case(
+        "Projection",
+        lambda: eqxbatch.Projection(3, key, entries=0),
+        ValueError,
+        "`entries` must be at least 1; got 0",
+    ),
+    Case(
+        "Projection",
+        lambda: eqxbatch.Projection(3, key, kind="any"),
+        ValueError,
+        "`kind` must be one of .*sparse.* got 'any'",
+    ),
+    Case(
+        "Projection",
+        lambda: eqxbatch.Projection(3, key, metric=sketch),
+        ValueError,
+        "must be the matrix itself; got another `Projection`",
+    ),
+    Case(
+        "Projection",
+        lambda: in_metric(eqxbatch.Projection(3, key, metric=diagonal((1, -1.0, 1)))),
+        ValueError,
+        "`metric` must be non-negative and finite",
+    ),
+    Case(
+        "Projection",
+        lambda: in_metric(eqxbatch.Projection(3, key, metric=np.eye(8))),
+        ValueError,
+        r"a matrix has the shape \(9, 9\)",
+    ),
+    Case(
+        "Projection",
+        lambda: in_metric(
+            eqxbatch.Projection(3, key, metric=curvature(4).operator(damping=0.1))
+        ),
+        ValueError,
+        "`metric` must be a PyTree of non-negative arrays like the parameters",
+    ),
+    Case(
         "KernelEstimate",
         lambda: probed(num_probes=2, key=key, trace_axes=())(x),
         ValueError,
