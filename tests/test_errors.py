@@ -8,18 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import eqxbatch
 from eqxbatch import (
     Concat,
+    filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
+    KernelOperator,
     Max,
     MemoryBudget,
     Sum,
 )
 from eqxbatch._base.jaxprs import equations_in
-from .helpers import drawn
+from .helpers import drawn, KINDS, make_mesh, put, variants
 
 
 pytestmark = pytest.mark.quick
@@ -179,6 +182,28 @@ def test_traced_counts_out_of_range(transform, count):
 
     with pytest.raises(RuntimeError, match="must be between 0 and the number of micro"):
         jax.block_until_ready(run(jnp.array(count)))
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
+def test_wrong_numbers_on_several_devices_are_nan(kind):
+    """One device would raise an error, and the others wait for that one for ever."""
+    x = put(jnp.ones((8, 3)), make_mesh(kind), "data")
+
+    @eqx.filter_jit
+    def run(x, bound, count, index):
+        of_one = lambda weight, x: jnp.sum(weight * x)
+        clip = filter_micro_grad(of_one, microbatch_size=4, clip_norm=bound)
+        some = filter_micro_vmap(total, microbatch_size=4, num_real_microbatches=count)
+        operator = KernelOperator(lambda x, y: x @ y.T, x, block_size=4)
+        return clip(jnp.ones(3), x), some(x), operator.column(index)
+
+    numbers = lambda *xs: map(jnp.array, xs)
+    right = jax.device_get(run(x, *numbers(0.5, 1, 2)))
+    assert all(np.all(np.isfinite(out)) for out in right)
+    for wrong in (numbers(-0.5, -1, -1), numbers(np.nan, 3, 8)):
+        for out in jax.device_get(run(x, *wrong)):
+            assert np.all(np.isnan(out))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

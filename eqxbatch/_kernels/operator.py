@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PyTree, Shaped
 
 from .._base.dtypes import is_complex
 from .._base.linear_operator import AbstractTaggedOperator, as_tags
-from .._base.run_time_checks import error_if
+from .._base.run_time_checks import error_if, on_devices_of
 from .._base.types import AnyArray, checked
 from .._batch.progress import as_meter, Progress
 from .._batch.store import AbstractStore
@@ -201,7 +201,8 @@ class KernelOperator(AbstractTaggedOperator):
         is_outside = (index < 0) | (index >= num)
         column = self.matrix.column(jnp.clip(index, 0, num - 1))
         message = f"`index` must be the index of one of the {num} columns."
-        return error_if(column, (is_outside, message))
+        with on_devices_of(self.matrix):
+            return error_if(column, (is_outside, message))
 
     def transpose(self) -> "KernelOperator":
         if lineax.is_symmetric(self):
