@@ -20,7 +20,7 @@ from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.factors import Factors
-from .._sites.kronecker import multiplied, parts_of
+from .._sites.kronecker import kronecker_program, multiplied, parts_of
 from .._sites.program import Directions, Program
 from .._sites.table import SiteTable
 from .fisher import AbstractFisher
@@ -165,7 +165,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         )
         # Without reverse mode, all Jacobians are formed, and no leaf has Kronecker
         # factors.
-        program = Program(curvature.program, formed=curvature.formed)
+        program = kronecker_program(curvature.program, curvature.formed)
         # By default, the sites say what is a block: a weight, and the bias that joins
         # it.
         chosen = None

@@ -9,7 +9,7 @@ separate factors. So has each expert of a mixture, from the positions that meet 
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,11 +18,13 @@ from jaxtyping import Array, Inexact
 
 from .._base.mesh import whole_rows, with_type_of
 from .._base.primitives import SUMS
+from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .axes import Axes, axes_in, Axis, Named, Role
 from .contract import aligned
 from .factors import Factors, has_weights, scale_of
-from .site import AxisNames, has_named_axes, Site
+from .program import Program
+from .site import AxisNames, has_named_axes, positions, Site
 from .table import SiteTable
 from .values import nodes_up_to
 
@@ -213,6 +215,34 @@ class Part:
         first = f"diagonal {columns}" if self.is_counted else str(columns)
         text = f"{rows} (x) {first}"
         return text if num == 1 else f"{num} of {text}"
+
+
+def kronecker_program(traced: TracedFunction, formed: Collection[int] = ()) -> Program:
+    """The program whose sites Kronecker factors are made of.
+
+    The derivative of a layer `w a` along a coordinate is `w` times the derivative of
+    `a`, which is a constant in the first layer: one more position of the weight.
+    Elsewhere, its product with a constant is part of a function of parameters.
+    """
+    every = range(len(traced.leaves))
+    program = Program(traced, formed=formed, uses=every)
+    table = program.table
+    of_constants = {site.leaf for site in table.sites if site.is_of_constant}
+    kept = {leaf for leaf in of_constants if _has_positions(table, leaf)}
+    if kept == of_constants:
+        return program
+    return Program(traced, formed=formed, uses=kept)
+
+
+def _has_positions(table: SiteTable, leaf: int) -> bool:
+    """Whether products of a leaf with constants are positions of a weight."""
+    if isinstance(_layout(table, leaf), str):
+        return False
+    # The weight of a layer meets examples, too. If nothing else uses it and there is
+    # one position, the product of the two factors is exact.
+    sites = table.of(leaf)
+    is_single = len(sites) == 1 and not positions(sites[0])
+    return is_single or not all(site.is_of_constant for site in sites)
 
 
 # The largest number of columns of the exact block of an array without factors.
