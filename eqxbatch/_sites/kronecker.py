@@ -139,11 +139,13 @@ class AxisRoles:
     - `by_name`: the axes that the site names.
     - `is_swapped`: whether the operand has the outputs of the layout, for example if an
         embedding is also the last layer.
+    - `has_bias`: whether the bias of the layout is added here.
     """
 
     site: Site
     by_name: dict[str, Axis]
     is_swapped: bool
+    has_bias: bool
 
     def terms(self, factors: Factors) -> UseTerms:
         """The operand and the cotangent, summed over axes that only one of them has.
@@ -310,18 +312,28 @@ def multiplied(table: SiteTable, leaf: int) -> int | None:
 
 def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
     """The sites of a weight with Kronecker factors."""
-    assert part.layout is not None
-    uses = []
-    for site in table.of(part.leaves[0]):
-        by_name, _ = _split_axes(table, site)
-        kinds = _kinds(site, by_name)
-        assert kinds is not None
-        # The layout is that of the first use; another may have the axes swapped.
-        is_swapped = _present(kinds.outputs, part.layout.shape) != _present(
-            part.layout.outputs, part.layout.shape
+    layout = part.layout
+    assert layout is not None
+    weight, *biases = part.leaves
+    biased = {site.perturbation for bias in biases for site in table.of(bias)}
+    return [
+        AxisRoles(
+            site,
+            _split_axes(table, site).by_name,
+            _is_swapped(table, site, layout),
+            site.perturbation in biased,
         )
-        uses.append(AxisRoles(site, by_name, is_swapped))
-    return uses
+        for site in table.of(weight)
+    ]
+
+
+def _is_swapped(table: SiteTable, site: Site, layout: Layout) -> bool:
+    """Whether a site has the axes of a layout, that of the first use, swapped."""
+    kinds = _kinds(site, _split_axes(table, site).by_name)
+    assert kinds is not None
+    of_outputs = kinds.outputs, layout.outputs
+    outputs, of_layout = (_present(axes, layout.shape) for axes in of_outputs)
+    return outputs != of_layout
 
 
 def _present(axes: Sequence[int], shape: tuple[int, ...]) -> set[int]:
@@ -451,10 +463,21 @@ def _with_bias(
 ) -> Layout | None:
     """The layout with a bias as one more input; None if it is not one.
 
-    A bias is one if it is added to each product with the weight, and to nothing else.
+    A bias is one if it is added to products with the weight, and to nothing else. In a
+    product without it, its input is 0 in place of 1: derivatives of a layer have none.
     """
     of_weight, of_bias = table.of(weight), table.of(bias)
-    if bias in table.fallbacks or len(of_weight) != len(of_bias):
+    if bias in table.fallbacks:
+        return None
+    # The factor of tokens is diagonal, which it would not be with one more input. Where
+    # a position meets no group, there is no product, but a bias is added. With swapped
+    # axes, inputs are outputs.
+    if any(
+        site.rule.token is not None
+        or site.which is not None
+        or _is_swapped(table, site, layout)
+        for site in of_weight
+    ):
         return None
     # Each use of the bias is matched with the use of the weight that has its cotangent.
     by_perturbation = {site.perturbation: site for site in of_weight}
@@ -482,10 +505,6 @@ def _bias_axes(
 ) -> tuple[int, ...] | None:
     """The axes of a weight that match those of an array added to the product."""
     if site is None or other.rule.kind not in SUMS:
-        return None
-    # The factor of tokens is diagonal, which it would not be with one more input. Where
-    # a position meets no group, there is no product, but a bias is added.
-    if site.rule.token is not None or site.which is not None:
         return None
     # The bias must be added as it is, to the product as it is, in the same steps.
     if _reason(other) is not None or scale_of(site) != scale_of(other):
