@@ -224,9 +224,10 @@ def kronecker_program(traced: TracedFunction, formed: Collection[int] = ()) -> P
 
     The derivative of a layer `w a` along a coordinate is `w` times the derivative of
     `a`, which is a constant in the first layer: one more position of the weight.
-    Elsewhere, its product with a constant is part of a function of parameters.
+    Elsewhere, its product with a constant is part of a function of parameters. What
+    nested derivatives compute again is no further position.
     """
-    every = range(len(traced.leaves))
+    every, traced = range(len(traced.leaves)), traced.without_repeats()
     program = Program(traced, formed=formed, uses=every)
     table = program.table
     of_constants = {site.leaf for site in table.sites if site.is_of_constant}
