@@ -96,11 +96,12 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> FlatUse:
     d = _in_order(d, of_d, (EXAMPLE, VECTOR), shared, layout.batch, out)
     count, rows = layout.size(layout.batch), layout.size(out)
     d = d.reshape(num, vectors, positions, count, rows)
+    bias = float(use.has_bias)
     # A one-hot row is as long as the table, so tokens stay numbers.
     if use.site.rule.token is not None:
         tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
         tokens = tokens.reshape(num, positions)
-        return FlatUse(None, d, tokens, use.is_swapped, use.has_bias)
+        return FlatUse(None, d, tokens, use.is_swapped, bias)
     a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
     a = a.reshape(num, positions, count, layout.size(into))
     # Groups, such as the experts of a mixture, are the matrices of the batch.
@@ -109,7 +110,7 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> FlatUse:
         met = aligned(*met, (EXAMPLE, *shared, *batch))
         met = met.reshape(met.shape[0], positions, count)
         met = jnp.broadcast_to(met, (num, positions, count))
-    return FlatUse(a, d, None, use.is_swapped, use.has_bias, met)
+    return FlatUse(a, d, None, use.is_swapped, bias, met)
 
 
 def _in_order(
@@ -185,7 +186,7 @@ def _role_sums(
         operands = (jnp.sum(use.a, 1) for use in uses if use.a is not None)
         total = functools.reduce(jnp.add, operands)
         d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
-        met, bias = None, float(uses[0].bias)
+        met, bias = None, uses[0].bias
         # With as many positions in all examples, the mean of the operands is a single
         # one.
         if isinstance(positions, int):
@@ -203,7 +204,8 @@ def _role_sums(
     grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
     add = functools.partial(functools.reduce, jnp.add)
     gram = add(grams)
-    mixed = [x if use.bias == 1 else x * use.bias for x, use in safe_zip(sums, uses)]
+    pairs = [(x, use.bias) for x, use in safe_zip(sums, uses) if use.bias]
+    mixed = add([x if bias == 1 else x * bias for x, bias in pairs])
     if isinstance(positions, int):
         count = weighing.sum() * positions
     else:
@@ -214,7 +216,7 @@ def _role_sums(
     if {use.bias for use in uses} != {1}:
         biases = weighing.sum() * sum(use.bias**2 * use.d.shape[2] for use in uses)
         biases = as_sum(biases)
-    return RoleSums(gram, add(mixed), add(outputs), as_sum(count), biases)
+    return RoleSums(gram, mixed, add(outputs), as_sum(count), biases)
 
 
 def _use_sums(

@@ -139,7 +139,7 @@ class AxisRoles:
     - `by_name`: the axes that the site names.
     - `is_swapped`: whether the operand has the outputs of the layout, for example if an
         embedding is also the last layer.
-    - `has_bias`: whether the bias of the layout is added here.
+    - `has_bias`: whether the bias of the layout, if there is one, is added here.
     """
 
     site: Site
@@ -322,7 +322,7 @@ def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
             site,
             _split_axes(table, site).by_name,
             _is_swapped(table, site, layout),
-            site.perturbation in biased,
+            not biases or site.perturbation in biased,
         )
         for site in table.of(weight)
     ]
