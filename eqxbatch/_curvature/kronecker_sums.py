@@ -284,10 +284,9 @@ def finished(
         # The operand of a bias, mostly 1, adds a column of means, and its square.
         if layout.bias is not None:
             mean = mixed / safe
-            corner = jnp.ones((len(mean), 1, 1), mean.dtype)
+            corner = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
             if biases is not None:
                 corner = corner * (biases / safe)
-            corner = jnp.where(count == 0, 0, corner)
             column = mean[:, :, None]
             inputs = jnp.block([[inputs, column], [jnp.swapaxes(column, 1, 2), corner]])
         inputs = inputs if part.is_counted else symmetric(inputs)

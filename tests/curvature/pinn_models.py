@@ -131,7 +131,7 @@ def by_hand(way, model, inside, edge, taps):
         met = [(value, 1), (first, 0), (edge, 1)]
         met += [(scale * (second if i else second[:1]), 0)] if is_met else []
         positions.append([Position(*x) for x in met])
-        at = [x @ layer.weight.T + b * layer.bias + t for (x, b), t in zip(met, tap)]
+        at = [x @ layer.weight.T + b * layer.bias[None] + t for (x, b), t in zip(met, tap)]
         value, first, edge = at[:3]
         second = at[3] / scale if is_met else jnp.zeros((DIM, WIDTH))
         second = jnp.broadcast_to(second, (1 if total else DIM, WIDTH))
@@ -145,7 +145,7 @@ def by_hand(way, model, inside, edge, taps):
     positions.append([Position(scale * second, 0), Position(edge, 1)])
     laplacian = jnp.sum(scale * second @ last.weight.T + taps[-1][0]) / scale
     return (
-        jnp.stack([laplacian, (edge @ last.weight.T + last.bias + taps[-1][1])[0, 0]]),
+        jnp.stack([laplacian, (edge @ last.weight.T + last.bias[None] + taps[-1][1])[0, 0]]),
         positions,
     )
 
