@@ -61,11 +61,11 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate that
         needs fewer backward passes, as for [`eqxbatch.filter_ggn`][].
     - `weight_sharing`: how to treat a weight that is used at several positions of one
-        example, such as those of an image or a sequence, the steps of a `scan`,
-        several calls, or derivatives along directions. `"expand"` treats positions as separate examples. `"reduce"` uses
-        the mean of the inputs and the sum of the gradients over the positions, which
-        suits models that average over positions before the loss. Embeddings are always
-        expanded.
+        example, such as those of an image or a sequence, the steps of a `scan`, several
+        calls, or derivatives along directions. `"expand"` treats positions as separate
+        examples. `"reduce"` uses the mean of the inputs and the sum of the gradients
+        over the positions, which suits models that average over positions before the
+        loss. Embeddings are always expanded.
     - `corrected`: whether to correct the eigenvalues (EK-FAC). A second pass over the
         examples computes the second moments of per-example gradients along the
         eigenvectors of each Kronecker product. The result is the best approximation of
@@ -74,7 +74,8 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         block. A weight with its bias, or a weight alone, has Kronecker factors; any
         other part gets its exact block. By default, a bias that is added to products
         with a weight, and to nothing else, counts as one more input of the layer, which
-        is 0 in products without it. Every other array is a block of its own. `is_block=equinox.is_array` separates biases.
+        is 0 in products without it. Every other array is a block of its own.
+        `is_block=equinox.is_array` separates biases.
     - `in_axes`: the batch axes of the arguments after the first, as for
         [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default.
     - `where`, `filter_spec`, `microbatch_size`, `accumulator`: as for
@@ -136,9 +137,10 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         network architectures", [arXiv:2311.00636](https://arxiv.org/abs/2311.00636),
         for `weight_sharing`; Dangel, Müller and Zeinhofer, "Kronecker-factored
         approximate curvature for physics-informed neural networks",
-        [arXiv:2405.15603](https://arxiv.org/abs/2405.15603), for derivatives; George et al., "Fast approximate natural gradient descent
-        in a Kronecker-factored eigenbasis",
-        [arXiv:1806.03884](https://arxiv.org/abs/1806.03884), for `corrected`.
+        [arXiv:2405.15603](https://arxiv.org/abs/2405.15603), for derivatives; George et
+        al., "Fast approximate natural gradient descent in a Kronecker-factored
+        eigenbasis", [arXiv:1806.03884](https://arxiv.org/abs/1806.03884), for
+        `corrected`.
     """
 
     _: dataclasses.KW_ONLY

@@ -262,9 +262,7 @@ def _exact_sum(
     return _gram(gradient[..., None, :], second[..., None, :])[0]
 
 
-def finished(
-    part: Part, sums: Array | list[RoleSums]
-) -> tuple[Array | None, Array]:
+def finished(part: Part, sums: Array | list[RoleSums]) -> tuple[Array | None, Array]:
     """The factors of outputs and inputs, from the sums of all examples.
 
     If a weight has two roles, they give the Kronecker product with the same partial

@@ -49,14 +49,14 @@ def of_rule(w, x):
 
 @pytest.mark.parametrize(
     ("fun", "name", "num"),
-    [
+    (
         (called, "sin", 1),
         (in_scan, "sin", 1),
         (second, "logistic", 1),
         (lambda w, x: jnp.sin(w) + jnp.sin(w * 1) + lax.sin(w + 0), "sin", 3),
         (lambda w, x: w[:2] + w[1:], "slice", 2),
         (lambda w, x: w * 2.0 + w * 3.0 + w * 2.0, "mul", 2),
-    ],
+    ),
 )
 def test_counts(fun, name, num):
     closed = jax.make_jaxpr(fun)(ONES, ONES)
@@ -74,13 +74,13 @@ def effectful(w, x):
 
 @pytest.mark.parametrize(
     "fun",
-    [
+    (
         # Only what depends on the first inputs counts.
         lambda w, x: w + jnp.sin(x) + jnp.sin(x),
         lambda w, x: w * x,
         effectful,
         of_rule,
-    ],
+    ),
 )
 def test_programs_without_repeats_stay(fun):
     closed = jax.make_jaxpr(fun)(ONES, ONES)

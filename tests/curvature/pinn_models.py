@@ -131,7 +131,8 @@ def by_hand(way, model, inside, edge, taps):
         met = [(value, 1), (first, 0), (edge, 1)]
         met += [(scale * (second if i else second[:1]), 0)] if is_met else []
         positions.append([Position(*x) for x in met])
-        at = [x @ layer.weight.T + b * layer.bias[None] + t for (x, b), t in zip(met, tap)]
+        run = lambda x, b, layer=layer: x @ layer.weight.T + b * layer.bias[None]
+        at = [run(*x) + t for x, t in zip(met, tap, strict=False)]
         value, first, edge = at[:3]
         second = at[3] / scale if is_met else jnp.zeros((DIM, WIDTH))
         second = jnp.broadcast_to(second, (1 if total else DIM, WIDTH))
@@ -144,10 +145,8 @@ def by_hand(way, model, inside, edge, taps):
         value, first, edge = of_value, slope * first, jnp.tanh(edge)
     positions.append([Position(scale * second, 0), Position(edge, 1)])
     laplacian = jnp.sum(scale * second @ last.weight.T + taps[-1][0]) / scale
-    return (
-        jnp.stack([laplacian, (edge @ last.weight.T + last.bias[None] + taps[-1][1])[0, 0]]),
-        positions,
-    )
+    value = edge @ last.weight.T + last.bias[None] + taps[-1][1]
+    return jnp.stack([laplacian, value[0, 0]]), positions
 
 
 def factors(way, sharing, model, inside, edge, y):

@@ -15,7 +15,7 @@ from eqxbatch import (
     parameters,
     scale_by_kfac,
 )
-from ..helpers import thinned
+from ..helpers import thinned, variants
 from ..programs.derivative_programs import program
 from .oracle import close, matrix_of
 from .pinn_models import (
@@ -57,8 +57,7 @@ def test_factors(way, sharing):
 
 
 @pytest.mark.parametrize(
-    "way", ("vmap", "hessian", *(pytest.param(x, marks=pytest.mark.matrix) for x in WAYS)),
-    indirect=True,
+    "way", variants(WAYS, *({*WAYS} - {"vmap", "hessian"})), indirect=True
 )
 def test_corrected(way):
     model, of_points = network(), points(NUM)
@@ -159,14 +158,14 @@ def second_use(case):
 
 @pytest.mark.parametrize(
     ("case", "blocks"),
-    [
+    (
         ("without", ["3 (x) 3"]),
         ("constant", ["3 (x) 3"]),
         ("frozen", ["3 (x) 2", "block"]),
         ("alone", ["3 (x) 2", "block"]),
         ("twice", ["3 (x) 2", "block"]),
         ("transposed", ["3 (x) 2", "block"]),
-    ],
+    ),
 )
 def test_biases(case, blocks):
     """A bias belongs to a weight if it is added to nothing else."""
@@ -208,9 +207,7 @@ def test_training():
         arrays, state = carry
         model = eqx.combine(arrays, static)
         gradient = filter_micro_grad(total)(model, *batch)
-        updates, state = optimiser.update(
-            gradient, state, factors=kfac(model, *batch)
-        )
+        updates, state = optimiser.update(gradient, state, factors=kfac(model, *batch))
         loss = jnp.mean(jax.vmap(total, (None, 0, 0, 0))(model, *batch))
         return (eqx.apply_updates(arrays, updates), state), loss
 
@@ -240,7 +237,8 @@ def test_random_programs(seed):
     try:
         found = filter_kfac(fun, convex, **settings)(model, *examples)
     except ValueError as error:
-        assert "multiplied with each other" in str(error)
+        if "multiplied with each other" not in str(error):
+            raise
         settings["is_block"] = eqx.is_array
         found = filter_kfac(fun, convex, **settings)(model, *examples)
     check_moments(found, fun, convex, model, *examples)

@@ -129,7 +129,9 @@ def _extras(network, rng, size, width):
         "boundary": lambda p, x, z: network(p, z),
         "squared": lambda p, x, z: jnp.sum(p["w0"] ** 2, 1) @ jnp.tanh(p["w0"] @ x),
         "penalty": lambda p, x, z: jnp.sum(p["w0"] ** 2),
-        "composed": lambda p, x, z: jnp.sum(jnp.sin(p["w0"] @ constant) @ constant.T @ x),
+        "composed": lambda p, x, z: (
+            jnp.sum(jnp.sin(p["w0"] @ constant) @ constant.T) * x[0]
+        ),
         "of_left": lambda p, x, z: jnp.sum((left @ p["w0"]) @ x),
         "added": lambda p, x, z: jnp.sum(jnp.tanh(p["w0"] @ vector + p["w0"] @ x)),
         "product": lambda p, x, z: (p["w0"] @ vector) @ (p["w0"] @ x),
