@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 from jax import lax
 
 from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts, Rule, Value
@@ -98,8 +99,12 @@ def _is_promise(eqn: Eqn) -> bool:
 
 def _key(eqn: Eqn, ins: Sequence[Value]) -> Hashable:
     """Equal for two equations with equal outputs; None if that is not known."""
+    if name_of(eqn) == "rng_uniform":  # Each draws anew.
+        return None
     operands = (
-        (str(atom.aval), repr(atom.val)) if isinstance(atom, jex.Literal) else id(x)
+        (repr(atom.aval), np.asarray(atom.val).tobytes())
+        if isinstance(atom, jex.Literal)
+        else id(x)
         for atom, x in safe_zip(eqn.invars, ins)
     )
     key = (eqn.primitive, *operands, *sorted(eqn.params.items()))

@@ -148,8 +148,7 @@ class Finder:
             self.fail(views_of(inputs), equation, reason)
         if name in IDENTITIES:
             return inputs
-        is_site = has_views and is_live and self._is_site(eqn, nodes)
-        if is_shared and not is_site:
+        if is_shared and not (has_views and is_live and self._is_site(eqn, nodes)):
             if is_unknown_object(eqn) and is_live:
                 self.fail(views_of(inputs), equation, f"no rule for `{name}`")
             return self.shared(equation, nodes)

@@ -55,6 +55,9 @@ def of_rule(w, x):
         (second, "logistic", 1),
         (lambda w, x: jnp.sin(w) + jnp.sin(w * 1) + lax.sin(w + 0), "sin", 3),
         (lambda w, x: w[:2] + w[1:], "slice", 2),
+        # Numbers that look the same when they are printed.
+        (lambda w, x: w * np.float32(1 / 3) + w * np.float32(0.33333334), "mul", 1),
+        (lambda w, x: w * np.float32(1 / 3) + w * np.float32(0.3333333), "mul", 2),
         (lambda w, x: w * 2.0 + w * 3.0 + w * 2.0, "mul", 2),
     ),
 )
