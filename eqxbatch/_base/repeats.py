@@ -15,7 +15,7 @@ from jax import lax
 
 from .jaxpr_types import Eqn, Jaxpr, JaxprAndConsts, Rule, Value
 from .jaxprs import as_called, callee, evaluate_with, run_equation
-from .primitives import CALLS, is_remat, name_of
+from .primitives import CALLS, name_of
 from .trees import safe_zip
 from .versions import scan_sizes
 
@@ -60,7 +60,7 @@ class _Evaluation:
     def _outputs(self, jaxpr: Jaxpr, eqn: Eqn, ins: list[Value]) -> list:
         # Only inside of calls are their values known to be equal.
         inner = callee(eqn) if name_of(eqn) in CALLS else None
-        if inner is not None and not eqn.effects and not _is_promise(eqn):
+        if inner is not None and not eqn.effects and _is_plain(eqn):
             return self.of(inner, ins)
         key = _key(eqn, ins)
         is_moved = any(id(x) in self._moved for x in ins)
@@ -91,10 +91,10 @@ class _Evaluation:
         return [*carry, *ys]
 
 
-def _is_promise(eqn: Eqn) -> bool:
-    """Whether a call says more than what it computes."""
+def _is_plain(eqn: Eqn) -> bool:
+    """Whether a call says no more than what it computes."""
     run: Callable[..., Any] = lambda *_: None
-    return is_remat(eqn) or as_called(eqn, run) is not run
+    return as_called(eqn, run) is run
 
 
 def _key(eqn: Eqn, ins: Sequence[Value]) -> Hashable:
