@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from eqxbatch import (
     explain_sites,
@@ -15,7 +16,7 @@ from eqxbatch import (
     parameters,
     scale_by_kfac,
 )
-from ..helpers import thinned, variants
+from ..helpers import make_mesh, put, thinned, variants
 from ..programs.derivative_programs import program
 from .oracle import close, matrix_of
 from .pinn_models import (
@@ -43,6 +44,7 @@ def way(request):
     return request.param
 
 
+@pytest.mark.flags
 @pytest.mark.versions
 @pytest.mark.parametrize(
     ("way", "sharing"), thinned(FORWARD, ("expand", "reduce")), indirect=["way"]
@@ -65,6 +67,19 @@ def test_corrected(way):
     found = filter_kfac(fun, loss, corrected=True)(model, *of_points)
     assert [x.part.structure for x in found.blocks].count("kronecker") == 3
     check_moments(found, fun, loss, model, *of_points)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("kind", (AxisType.Auto, AxisType.Explicit))
+def test_on_a_mesh(kind):
+    model, of_points = network(), points(4)
+    call = filter_kfac(residuals("vmap"), loss)
+    expected, mesh = call(model, *of_points), make_mesh(kind)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    model = eqx.combine(put(arrays, mesh), static)
+    with jax.set_mesh(mesh):
+        got = call(model, *(put(x, mesh, "data") for x in of_points))
+    close(jax.tree.leaves(got), jax.tree.leaves(expected))
 
 
 def test_operator():
