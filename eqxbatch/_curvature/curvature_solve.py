@@ -21,7 +21,7 @@ from .._base.dtypes import (
 )
 from .._base.mesh import on_one_mesh
 from .._base.platforms import exact_products
-from .._base.run_time_checks import error_if
+from .._base.run_time_checks import error_if, on_devices_of
 from .._base.trees import described, difference, import_extra, safe_zip, shown
 from .._base.types import AnyArray, as_jax, checked
 from .._base.versions import varying
@@ -134,7 +134,8 @@ def curvature_solve(
     - `TypeError` for what is no linear operator, for arguments of another type, for
         `progress` inside of `jax.jit` and other transforms, and if it is
         differentiated; use `lineax.linear_solve` there.
-    - `RuntimeError` for a negative `damping` that is known at run time only.
+    - `RuntimeError` for a negative `damping` that is known at run time only; on several
+        devices, solutions are NaN instead.
     - `ImportError` if lineax is not installed.
 
     !!! example
@@ -192,11 +193,14 @@ def curvature_solve(
     rtol = max(map(reachable_rtol, dtypes), default=0.01) if rtol is None else rtol
     if not 0 < rtol < 1:
         raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
+    # The solve runs on the devices of all arrays, and so does a check of the damping.
+    with on_devices_of((operator, preconditioner, columns)):
+        damping = _checked_damping(damping)
     # What all columns have in common is on one mesh with them.
     system = System(
         operator,
         preconditioner,
-        _checked_damping(damping),
+        damping,
         jnp.asarray(rtol, float),
         jnp.asarray(max_steps, jnp.int32),
     )

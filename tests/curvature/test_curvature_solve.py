@@ -408,6 +408,15 @@ def test_a_solution_out_of_range_has_not_converged():
     )
     assert jnp.isinf(found.solution["a"][0])
     assert found.has_converged.tolist() == [False, True]
+    # Nor has one that is too small: some of these entries become zero.
+    found = curvature_solve(
+        dense(np.eye(2), np.float16),
+        columns([[1e-6, 1e-4], [1e-6, 1e-6], [1e-2, 1e-6]], np.float16),
+        damping=300.0,
+    )
+    np.testing.assert_array_equal(flat(found.solution)[1], 0)
+    assert found.has_converged.tolist() == [False, False, True]
+    np.testing.assert_allclose(found.residuals[1], 1)
 
 
 @pytest.mark.usefixtures("x64")
