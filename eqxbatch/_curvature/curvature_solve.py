@@ -19,7 +19,7 @@ from .._base.dtypes import (
     is_complex,
     reachable_rtol,
 )
-from .._base.mesh import on_one_mesh
+from .._base.mesh import check_shared, on_one_mesh
 from .._base.platforms import exact_products
 from .._base.run_time_checks import error_if, on_devices_of
 from .._base.trees import described, difference, import_extra, safe_zip, shown
@@ -437,15 +437,9 @@ def _checked_columns(operator: Any, vectors: PyTree, structure: PyTree) -> _Colu
 
 def _check_shared(operator: Any, leaves: list[Array], treedef: Any) -> None:
     """Raises for columns of devices whose products the operator would add up."""
-    names = [varying(jax.typeof(x)) for x in leaves]
-    if not any(names):
+    structs = [jax.typeof(x) for x in leaves]
+    if not any(map(varying, structs)):
         return
     product = jax.vmap(lambda leaves: operator.mv(jtu.tree_unflatten(treedef, leaves)))
     images = jtu.tree_leaves(jax.eval_shape(product, leaves))
-    for own, image in safe_zip(names, images):
-        if own - varying(image):
-            raise ValueError(
-                "Inside of `jax.shard_map`, `vectors` differ between devices that "
-                f"share one matrix, along the axes {sorted(own)} of the mesh. Gather "
-                "them first, such as with `jax.lax.all_gather`."
-            )
+    check_shared("`vectors`", structs, images)

@@ -502,7 +502,7 @@ class TestMeshes:
         # Devices with queries of their own would add up products of different vectors.
         rows = jnp.concatenate([self.rows[:4]] * 2)
         apart = (P(), P("data"), P("data"))
-        with pytest.raises(ValueError, match="`vectors` differ between devices that"):
+        with pytest.raises(ValueError, match="differ between devices that share one"):
             jax.jit(jax.shard_map(run, mesh=mesh, in_specs=apart, out_specs=P("data")))(
                 self.w, self.x, rows
             )
