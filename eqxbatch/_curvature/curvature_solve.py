@@ -202,7 +202,7 @@ def curvature_solve(
         preconditioner,
         damping,
         jnp.asarray(rtol, float),
-        jnp.asarray(max_steps, jnp.int32),
+        jnp.asarray(min(max_steps, jnp.iinfo(jnp.int32).max), jnp.int32),
     )
     system, leaves = on_one_mesh((system, columns.leaves))
     columns = dataclasses.replace(columns, leaves=leaves)
@@ -390,6 +390,11 @@ def _checked_structure(name: str, operator: Any) -> PyTree:
         raise ValueError(
             f"`{name}` must be for real vectors; got {shown(structure)}. Pass real and "
             "imaginary parts as separate arrays."
+        )
+    if not jtu.tree_leaves(structure):
+        raise ValueError(
+            f"`{name}` must have parameters; got one for {shown(structure)}. See its "
+            "`where` and `filter_spec`."
         )
     return structure
 

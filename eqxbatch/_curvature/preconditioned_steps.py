@@ -159,13 +159,16 @@ class System(eqx.Module):
 
     def _moved(self, state: State, energy: Array, product: _Product) -> State:
         """The state after a step along a direction, if it has positive curvature."""
-        curvature = _inner(product.vector, product.image)
+        # Squares of what a preconditioner returns may be out of range.
+        size = _size(product.vector)
+        vector, image = (_over(x, size) for x in product)
+        curvature = _inner(vector, image)
         # Not for NaN, which is no sign of an indefinite matrix.
         is_indefinite = (energy <= 0) | (curvature <= 0)
-        length = energy / curvature
-        residual = _plus(state.residual, -length, product.image)
+        length = energy / size / curvature
+        residual = _plus(state.residual, -length, image)
         moved = state.but(
-            solution=_plus(state.solution, length, product.vector),
+            solution=_plus(state.solution, length, vector),
             residual=residual,
             direction=product.vector,
             norm=jnp.sqrt(_inner(residual, residual)),

@@ -385,6 +385,20 @@ def test_a_residual_that_does_not_fall_is_no_solution():
     assert reached.residuals.max() < 1.2e-4
 
 
+@pytest.mark.parametrize("scale", (1e-25, 1e25))
+def test_the_size_of_a_preconditioner_does_not_matter(scale):
+    found = curvature_solve(
+        dense(np.diag([1.0, 2.0, 4.0]), np.float32),
+        columns([1.0, 2.0, 3.0], np.float32),
+        damping=0.0,
+        preconditioner=dense(np.diag([scale] * 3), np.float32),
+        max_steps=2**40,
+    )
+    assert found.has_converged
+    assert not found.is_indefinite
+    np.testing.assert_allclose(found.solution["a"], [1, 1], rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_half_precision(dtype):
     # Images of the second operator are larger than numbers in float16.
@@ -582,3 +596,6 @@ class TestWrongInputs:
         operator = lineax.DiagonalLinearOperator(z)
         with pytest.raises(ValueError, match="`operator` must be for real vectors"):
             curvature_solve(operator, z, damping=0.1)
+        nothing = lineax.IdentityLinearOperator({"none": None})
+        with pytest.raises(ValueError, match="`operator` must have parameters; got"):
+            curvature_solve(nothing, {"none": None}, damping=0.1)
