@@ -6,12 +6,12 @@
 # with the inverse curvature in between ([Koh and Liang,
 # 2017](https://arxiv.org/abs/1703.04730)). For neural networks, EK-FAC approximates
 # this inverse ([Grosse et al., 2023](https://arxiv.org/abs/2308.03296)). The scores of
-# all pairs are a kernel in a metric. This example finds wrong labels, compares five
-# scores with retraining, and attributes the tokens of a language model.
+# all pairs are a kernel in a metric. This example finds wrong labels, and compares five
+# scores with retraining. [Another one](token_influence.py) does so for the letters of
+# a language model.
 
 # %%
 import pathlib
-import string
 
 import equinox as eqx
 import jax
@@ -269,81 +269,12 @@ assert np.min(by_seed[:, 2] - by_seed[:, 0]) > 0.05
 # [dattri](https://github.com/TRAIS-Lab/dattri) reports 0.26 for influence by conjugate
 # gradients, 0.145 for TracIn, and 0.45 for TRAK with 50 networks.
 #
-# ## Tokens of a language model
-#
-# With `trace_axes=()`, the kernel of a model that returns the loss of each token has
-# the influence of each token of the training data on each token of a query. Here, a
-# small model predicts the next letter of the description of these data. The curvature
-# is estimated from labels that the model draws, and embeddings keep their tokens.
+# The plots show the comparison, the search for wrong labels, and two misclassified test
+# images with the training images that oppose them.
 
 # %%
-LETTERS = string.ascii_lowercase + " "
-cleaned = "".join(x if x in LETTERS else " " for x in digits.DESCR.lower())
-tokens = jnp.asarray([LETTERS.index(x) for x in " ".join(cleaned.split())])
-texts = tokens[: len(tokens) // 33 * 33].reshape(-1, 33)
-
-
-class Letters(eqx.Module):
-    """Predicts each letter from the six before it."""
-
-    embedding: eqx.nn.Embedding
-    window: eqx.nn.Linear
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        keys = jr.split(key, 3)
-        self.embedding = eqx.nn.Embedding(27, 8, key=keys[0])
-        self.window = eqx.nn.Linear(48, 48, key=keys[1])
-        self.last = eqx.nn.Linear(48, 27, key=keys[2])
-
-    def __call__(self, tokens):
-        vectors = jnp.pad(jax.vmap(self.embedding)(tokens), ((5, 0), (0, 0)))
-        shifted = [vectors[i : i + len(tokens)] for i in range(6)]
-        hidden = jnp.tanh(jax.vmap(self.window)(jnp.concatenate(shifted, 1)))
-        return jax.vmap(self.last)(hidden)
-
-
-def total(logits, tokens, following):
-    return jnp.sum(cross_entropy(logits, tokens, following))
-
-
-examples = texts[:, :-1], texts[:, 1:]
-first, rest_of_letters = eqx.partition(Letters(jr.key(5)), eqx.is_inexact_array)
-
-
-@jax.jit
-def fit_letters(first):
-    def objective(parameters):
-        losses = jax.vmap(Loss(eqx.combine(parameters, rest_of_letters)))(examples)
-        return jnp.mean(losses)
-
-    return minimised(objective, first, 150)
-
-
-letters = eqx.combine(fit_letters(first), rest_of_letters)
-drawn = {"fisher": "mc", "key": jr.key(6), "sampler": jr.categorical}
-of_letters = eqxbatch.filter_kfac(predict, total, **drawn)(letters, *examples)
-print(of_letters)
-metric = of_letters.operator(damping=0.1, relative=True, factored=True).inverse()
-per_token = eqxbatch.EmpiricalNTK(
-    Loss(letters), metric=metric, trace_axes=(), block_size=(1, 16)
-)
-
-# %% [markdown]
-# The plots show the comparison, the search for wrong labels, two misclassified test
-# images with the training images that oppose them, and letters. Below the query are the
-# five other texts that support its last letter the most. Colors say which of their
-# letters support it (blue) or oppose it (red).
-
-# %%
-query = 12
-one = jax.tree.map(lambda x: x[query : query + 1], examples)
-on_last = np.array(per_token(one, examples)[0, :, -1])
-print("letters of texts", on_last.shape)
-on_last[query] = 0
-
-figure = plt.figure(figsize=(10, 7), layout="constrained")
-above, middle, below = figure.subfigures(3, 1, height_ratios=(1.2, 0.7, 1))
+figure = plt.figure(figsize=(10, 5), layout="constrained")
+above, below = figure.subfigures(2, 1, height_ratios=(1.2, 0.7))
 left, right = above.subplots(1, 2)
 left.barh(list(datamodeling), list(datamodeling.values()))
 left.set(xlabel="linear datamodeling score")
@@ -352,7 +283,7 @@ right.plot(np.arange(NUM) / NUM, found, label="by self-influence")
 right.plot([0, 1], [0, 1], ":", color="grey", label="chance")
 right.set(xlabel="labels checked", ylabel="wrong labels found")
 right.legend(frameon=False)
-panels = iter(middle.subplots(1, 10))
+panels = iter(below.subplots(1, 10))
 for i in np.flatnonzero(~np.asarray(is_right))[:2]:
     shown = [
         (test, i, "test: {}"),
@@ -363,16 +294,6 @@ for i in np.flatnonzero(~np.asarray(is_right))[:2]:
         panel.imshow(pictures[j].reshape(8, 8), cmap="gray_r")
         panel.set_title(title.format(names[j]), fontsize=9)
         panel.axis("off")
-panel = below.subplots()
-panel.axis("off")
-rows = [query, *np.argsort(-on_last.sum(1))[:5]]
-largest = np.abs(on_last[rows[1:]]).max()
-for row, i in enumerate(rows):
-    for column, letter in enumerate(examples[1][i]):
-        color = plt.cm.coolwarm_r(0.5 + on_last[i, column] / largest / 2)
-        box = {"facecolor": color if row else "white", "edgecolor": "none", "pad": 2}
-        place = {"family": "monospace", "bbox": box, "transform": panel.transAxes}
-        panel.text(column / 33, 0.9 - row / 6, LETTERS[letter], **place)
 path = pathlib.Path("pictures", "influence.png")
 path.parent.mkdir(exist_ok=True)
 figure.savefig(path, dpi=120)

@@ -13,9 +13,13 @@ from jax.sharding import AxisType
 import eqxbatch
 from eqxbatch import (
     Concat,
+    curvature_solve,
+    filter_batch_kernel,
+    filter_kfac,
     filter_micro_grad,
     filter_micro_vmap,
     filter_microbatch,
+    GGNOperator,
     KernelOperator,
     Max,
     MemoryBudget,
@@ -204,6 +208,29 @@ def test_wrong_numbers_on_several_devices_are_nan(kind):
     for wrong in (numbers(-0.5, -1, -1), numbers(np.nan, 3, 8)):
         for out in jax.device_get(run(x, *wrong)):
             assert np.all(np.isnan(out))
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("kind", variants(KINDS, AxisType.Auto))
+def test_wrong_dampings_and_kernels_on_several_devices_are_nan(kind):
+    """Also where the arrays that say so have lost the type of the mesh."""
+    x = put(jnp.ones((8, 3)), make_mesh(kind), "data")
+
+    @eqx.filter_jit
+    def run(x, damping, shift):
+        linear, square = lambda w, x: w @ x, lambda out, x: jnp.sum(out**2)
+        operator = GGNOperator(linear, square, jnp.ones(3), x)
+        solved = curvature_solve(operator, jnp.ones(3), damping=damping)
+        factors = filter_kfac(linear, square, microbatch_size=4)(jnp.ones((2, 3)), x)
+        product = factors.operator(damping).mv(jnp.ones((2, 3)))
+        tilted = lambda a, b: a @ b.T + shift * jnp.arange(1.0 * len(a))[:, None]
+        kernel = filter_batch_kernel(tilted, block_size=4, symmetric=True)
+        return solved.solution, product, kernel(x)
+
+    right = jax.device_get(run(x, jnp.array(0.5), jnp.array(0.0)))
+    assert all(np.all(np.isfinite(out)) for out in right)
+    for out in jax.device_get(run(x, jnp.array(-0.5), jnp.array(1.0))):
+        assert np.all(np.isnan(out))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -131,6 +131,21 @@ def sum_except(x: Array, names: frozenset) -> Array:
     return lax.psum(x, tuple(missing)) if missing else x
 
 
+def check_shared(what: str, vectors: Sequence[Aval], shared: Sequence[Aval]) -> None:
+    """Raises for vectors that vary over axes which what they meet does not vary over.
+
+    Devices would add up the products of one matrix with different vectors.
+    """
+    for vector, other in safe_zip(vectors, shared):
+        names = varying(vector) - varying(other)
+        if names:
+            raise ValueError(
+                f"Inside of `jax.shard_map`, {what} differ between devices that share "
+                f"one matrix, along the axes {sorted(names)} of the mesh. Gather them "
+                "first, such as with `jax.lax.all_gather`."
+            )
+
+
 def zeros_like(struct: Aval) -> Array:
     """Zeros of the type of `struct`."""
     return with_type_of(struct, jnp.zeros(struct.shape, struct.dtype))

@@ -19,9 +19,9 @@ from .._base.dtypes import (
     is_complex,
     reachable_rtol,
 )
-from .._base.mesh import on_one_mesh
+from .._base.mesh import check_shared, on_one_mesh
 from .._base.platforms import exact_products
-from .._base.run_time_checks import error_if
+from .._base.run_time_checks import error_if, on_devices_of
 from .._base.trees import described, difference, import_extra, safe_zip, shown
 from .._base.types import AnyArray, as_jax, checked
 from .._base.versions import varying
@@ -134,7 +134,8 @@ def curvature_solve(
     - `TypeError` for what is no linear operator, for arguments of another type, for
         `progress` inside of `jax.jit` and other transforms, and if it is
         differentiated; use `lineax.linear_solve` there.
-    - `RuntimeError` for a negative `damping` that is known at run time only.
+    - `RuntimeError` for a negative `damping` that is known at run time only; on several
+        devices, solutions are NaN instead.
     - `ImportError` if lineax is not installed.
 
     !!! example
@@ -192,13 +193,16 @@ def curvature_solve(
     rtol = max(map(reachable_rtol, dtypes), default=0.01) if rtol is None else rtol
     if not 0 < rtol < 1:
         raise ValueError(f"`rtol` must be between 0 and 1; got {rtol}.")
+    # The solve runs on the devices of all arrays, and so does a check of the damping.
+    with on_devices_of((operator, preconditioner, columns)):
+        damping = _checked_damping(damping)
     # What all columns have in common is on one mesh with them.
     system = System(
         operator,
         preconditioner,
-        _checked_damping(damping),
+        damping,
         jnp.asarray(rtol, float),
-        jnp.asarray(max_steps, jnp.int32),
+        jnp.asarray(min(max_steps, jnp.iinfo(jnp.int32).max), jnp.int32),
     )
     system, leaves = on_one_mesh((system, columns.leaves))
     columns = dataclasses.replace(columns, leaves=leaves)
@@ -387,6 +391,11 @@ def _checked_structure(name: str, operator: Any) -> PyTree:
             f"`{name}` must be for real vectors; got {shown(structure)}. Pass real and "
             "imaginary parts as separate arrays."
         )
+    if not jtu.tree_leaves(structure):
+        raise ValueError(
+            f"`{name}` must have parameters; got one for {shown(structure)}. See its "
+            "`where` and `filter_spec`."
+        )
     return structure
 
 
@@ -433,15 +442,9 @@ def _checked_columns(operator: Any, vectors: PyTree, structure: PyTree) -> _Colu
 
 def _check_shared(operator: Any, leaves: list[Array], treedef: Any) -> None:
     """Raises for columns of devices whose products the operator would add up."""
-    names = [varying(jax.typeof(x)) for x in leaves]
-    if not any(names):
+    structs = [jax.typeof(x) for x in leaves]
+    if not any(map(varying, structs)):
         return
     product = jax.vmap(lambda leaves: operator.mv(jtu.tree_unflatten(treedef, leaves)))
     images = jtu.tree_leaves(jax.eval_shape(product, leaves))
-    for own, image in safe_zip(names, images):
-        if own - varying(image):
-            raise ValueError(
-                "Inside of `jax.shard_map`, `vectors` differ between devices that "
-                f"share one matrix, along the axes {sorted(own)} of the mesh. Gather "
-                "them first, such as with `jax.lax.all_gather`."
-            )
+    check_shared("`vectors`", structs, images)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from .._base.checks import check_at_least, check_callable
-from .._base.mesh import spec_of, sum_except, vary_as
+from .._base.mesh import check_shared, spec_of, sum_except, vary_as
 from .._base.narrow import wide
 from .._base.trees import safe_zip, shown
 from .._base.types import check_types
@@ -49,6 +49,9 @@ class AbstractProduct(AbstractSecondOrder):
     def apply(self, args: Arguments, kwargs: dict[str, Any]) -> Any:
         loss = self.in_microbatches(args, kwargs)
         tangents = like_parameters("The vector", args[1], loss.diff)
+        both = tangents, jtu.tree_leaves(loss.diff)
+        structs = ([*map(jax.typeof, arrays)] for arrays in both)
+        check_shared("the vectors of a product", *structs)
         curvature = self.curvature(loss)
 
         def products(rows: Rows) -> list[Array]:
@@ -109,7 +112,8 @@ class HVP(AbstractHVP[Model, P]):
     **Raises:**
 
     The errors of [`eqxbatch.filter_hessian`][], and `ValueError` for a vector that does
-    not match the differentiated leaves.
+    not match the differentiated leaves, or that differs between devices which share
+    them inside of `jax.shard_map`.
 
     !!! example
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree, Real
 
 from .._base.checks import check_at_least
 from .._base.dtypes import common_dtype
-from .._base.run_time_checks import error_if
+from .._base.run_time_checks import error_if, on_devices_of
 from .._base.trees import difference, safe_zip, shown
 from .._base.types import checked
 from .kronecker_blocks import AbstractKroneckerFactors
@@ -138,8 +138,9 @@ class KroneckerOperator(AbstractSymmetricOperator):
         if is_traced:
             message = "`damping` must be at least 0, and no NaN."
             checks.append((~(added >= 0), message))
-        # All eigenvalues depend on it.
-        added = error_if(added, *checks)
+        # All eigenvalues depend on it, on the devices of the factors.
+        with on_devices_of(factors):
+            added = error_if(added, *checks)
         self.tags = frozenset({lineax.symmetric_tag})
         # Of a weak type, it would differ from the one in the state of an optimiser.
         self.unravel, self._is_damped = factors.unravel, jnp.asarray(added > 0, bool)

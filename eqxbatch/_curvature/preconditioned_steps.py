@@ -120,7 +120,8 @@ class System(eqx.Module):
         # After a restart, the recurrence knows nothing of earlier directions.
         share = jnp.where(state.is_exact, 0, energy / state.energy)
         direction = _plus(conditioned, share, state.direction)
-        product = _product(self.operator, _where(is_check, state.solution, direction))
+        returned = self._as_returned(state)
+        product = _product(self.operator, _where(is_check, returned, direction))
         # The damping is that of the vector which the matrix was multiplied with.
         image = _plus(product.image, self.damping, product.vector)
         product = product._replace(image=image)
@@ -129,6 +130,17 @@ class System(eqx.Module):
         new = _where(is_check, checked, moved)
         new = new.but(num_products=state.num_products + 1)
         return _where(self.is_open(state), new, state)
+
+    def _as_returned(self, state: State) -> list[Array]:
+        """The solution, without what underflows in the dtypes of the parameters."""
+        structs = jtu.tree_leaves(self.operator.in_structure())
+        solution = []
+        for x, struct in safe_zip(state.solution, structs):
+            size = state.size.astype(x.dtype)
+            rounded = (x * size).astype(struct.dtype).astype(x.dtype) / size
+            # What overflows has not converged in any case.
+            solution.append(jnp.where(jnp.isfinite(rounded), rounded, x))
+        return solution
 
     def _checked(self, state: State, product: _Product) -> State:
         """The state with the true residual, from the product with the solution."""
@@ -147,13 +159,16 @@ class System(eqx.Module):
 
     def _moved(self, state: State, energy: Array, product: _Product) -> State:
         """The state after a step along a direction, if it has positive curvature."""
-        curvature = _inner(product.vector, product.image)
+        # Squares of what a preconditioner returns may be out of range.
+        size = _size(product.vector)
+        vector, image = (_over(x, size) for x in product)
+        curvature = _inner(vector, image)
         # Not for NaN, which is no sign of an indefinite matrix.
         is_indefinite = (energy <= 0) | (curvature <= 0)
-        length = energy / curvature
-        residual = _plus(state.residual, -length, product.image)
+        length = energy / size / curvature
+        residual = _plus(state.residual, -length, image)
         moved = state.but(
-            solution=_plus(state.solution, length, product.vector),
+            solution=_plus(state.solution, length, vector),
             residual=residual,
             direction=product.vector,
             norm=jnp.sqrt(_inner(residual, residual)),

@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 from .._base.checks import check_at_least, check_exclusive
 from .._base.compile import compiled, num_bytes
 from .._base.mesh import explicit_mesh, gathered, within_mesh
+from .._base.run_time_checks import on_devices_of
 from .._batch.memory import MemoryBudget, resolve_size
 from .._batch.progress import AbstractProgressMeter, as_meter, Progress
 from .._batch.rows import Rows
@@ -361,7 +362,9 @@ def _on_device(call: AbstractKernelCall, destination: Destination) -> PyTree:
     # Blocks can start anywhere, which a mesh with explicit axes does not allow.
     call, reduce = gathered((call, destination.reduce), destination.mesh)
     output = _run_on_device(call, reduce, destination.mesh_axis)
-    return checked_output(output, is_sharded=destination.mesh_axis is not None)
+    # Types of results need not say that they are on a mesh with automatic axes.
+    with on_devices_of(call):
+        return checked_output(output, is_sharded=destination.mesh_axis is not None)
 
 
 @compiled

@@ -16,9 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, PyTree, Shaped
 
 from .._base.checks import match_prefix
-from .._base.mesh import (
-    is_on_mesh,
-)
+from .._base.run_time_checks import can_raise
 from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._batch.blocks import Block
@@ -193,7 +191,9 @@ def checked_output(output: KernelOutput, *, is_sharded: bool = False) -> PyTree:
     leaves, treedef = jtu.tree_flatten(out)
     # An array without entries cannot carry the error.
     numbers = [i for i, x in enumerate(leaves) if eqx.is_array(x) and x.size]
-    is_sharded |= not get_abstract_mesh().empty or any(map(is_on_mesh, leaves))
+    is_sharded |= not get_abstract_mesh().empty or not can_raise(
+        *filter(eqx.is_array, leaves)
+    )
     if is_sharded:
         # NaN reaches all devices without stopping any. Integers have none.
         factor = jnp.where(is_symmetric, 1.0, jnp.nan)

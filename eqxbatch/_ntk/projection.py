@@ -380,8 +380,11 @@ def _signs_of_sides(layout: Layout, signs: list[Array]) -> tuple[Array, Array] |
         batch = tuple(axis for axis in layout.batch if axis in pieces)
         if size(batch) not in (1, size(layout.batch)):
             return None
-        # Axes of no kind have size 1, so that they may go first.
+        # Axes of no kind have size 1, so that they may go first. Others are of the side
+        # that has axes in both arrays.
         units = tuple(axis for axis in pieces if axis not in (*batch, *group))
+        if size(units) != 1:
+            return None
         x = signs[which[0]]
         x = x.reshape(*(layout.shape[axis] for axis in pieces), x.shape[-1])
         order = [pieces.index(axis) for axis in (*units, *batch, *group)]

@@ -385,6 +385,20 @@ def test_a_residual_that_does_not_fall_is_no_solution():
     assert reached.residuals.max() < 1.2e-4
 
 
+@pytest.mark.parametrize("scale", (1e-25, 1e25))
+def test_the_size_of_a_preconditioner_does_not_matter(scale):
+    found = curvature_solve(
+        dense(np.diag([1.0, 2.0, 4.0]), np.float32),
+        columns([1.0, 2.0, 3.0], np.float32),
+        damping=0.0,
+        preconditioner=dense(np.diag([scale] * 3), np.float32),
+        max_steps=2**40,
+    )
+    assert found.has_converged
+    assert not found.is_indefinite
+    np.testing.assert_allclose(found.solution["a"], [1, 1], rtol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_half_precision(dtype):
     # Images of the second operator are larger than numbers in float16.
@@ -408,6 +422,15 @@ def test_a_solution_out_of_range_has_not_converged():
     )
     assert jnp.isinf(found.solution["a"][0])
     assert found.has_converged.tolist() == [False, True]
+    # Nor has one that is too small: some of these entries become zero.
+    found = curvature_solve(
+        dense(np.eye(2), np.float16),
+        columns([[1e-6, 1e-4], [1e-6, 1e-6], [1e-2, 1e-6]], np.float16),
+        damping=300.0,
+    )
+    np.testing.assert_array_equal(flat(found.solution)[1], 0)
+    assert found.has_converged.tolist() == [False, False, True]
+    np.testing.assert_allclose(found.residuals[1], 1)
 
 
 @pytest.mark.usefixtures("x64")
@@ -493,7 +516,7 @@ class TestMeshes:
         # Devices with queries of their own would add up products of different vectors.
         rows = jnp.concatenate([self.rows[:4]] * 2)
         apart = (P(), P("data"), P("data"))
-        with pytest.raises(ValueError, match="`vectors` differ between devices that"):
+        with pytest.raises(ValueError, match="differ between devices that share one"):
             jax.jit(jax.shard_map(run, mesh=mesh, in_specs=apart, out_specs=P("data")))(
                 self.w, self.x, rows
             )
@@ -573,3 +596,6 @@ class TestWrongInputs:
         operator = lineax.DiagonalLinearOperator(z)
         with pytest.raises(ValueError, match="`operator` must be for real vectors"):
             curvature_solve(operator, z, damping=0.1)
+        nothing = lineax.IdentityLinearOperator({"none": None})
+        with pytest.raises(ValueError, match="`operator` must have parameters; got"):
+            curvature_solve(nothing, {"none": None}, damping=0.1)

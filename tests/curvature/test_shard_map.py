@@ -236,3 +236,29 @@ def test_outputs_that_differ_between_devices_beside_others():
     w, x = ARGUMENTS["w"], ARGUMENTS["x"]
     got = jax.jit(run)(w, x)
     assert_all([got], jax.device_get(jax.jit(jax.jacfwd(fun))(w, x)))
+
+
+def test_vectors_of_products_are_those_of_all_devices():
+    """Devices of which each has its own vector would add up their products."""
+    mesh = make_mesh(AxisType.Auto)
+    ggnvp = eqxbatch.filter_ggnvp(model, of_output)
+    hvp = eqxbatch.filter_hvp(loss, in_axes=0)
+    for product in (ggnvp, hvp):
+        # Another vector on each device, with examples of its own or without.
+        run = lambda w, b, x, product=product: product(
+            {"w": w, "b": jnp.zeros(2)}, {"w": w, "b": b[0]}, x
+        )
+        for spread in ("bx", "b"):
+            with pytest.raises(ValueError, match=r"differ between devices.*\['data'\]"):
+                on_each_device(run, mesh, "w", "b", "x", spread=spread)
+        # With parameters of its own, each device has its own product.
+        own = lambda b, x, product=product: product(
+            {"w": jnp.outer(b[0], jnp.ones(3)), "b": b[0]},
+            {"w": jnp.outer(b[0], jnp.arange(3.0)), "b": b[0]},
+            x,
+        )
+        found = on_each_device(own, mesh, "b", "x", spread="bx")
+        batches = ARGUMENTS["x"].reshape(4, NUM, 3)
+        expected = [own(ARGUMENTS["b"][i : i + 1], batches[i]) for i in range(4)]
+        stacked = jax.tree.map(lambda *xs: np.stack(xs), *expected)
+        jax.tree.map(np.testing.assert_allclose, found, stacked)

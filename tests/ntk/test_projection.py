@@ -66,6 +66,23 @@ def test_projections_are_those_of_gradients(kind):
     assert_same(kernel, pairs(expected, expected))
 
 
+@float64
+def test_a_side_of_a_weight_with_axes_in_both_arrays_of_signs():
+    """As heads and their sizes, of which an attention has its outputs."""
+
+    class Heads(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            return jnp.einsum("hkt,hko->to", jnp.tanh(x), self.weight).sum(0)
+
+    model = Heads(normal(jr.key(0), (2, 3, 4), float))
+    x = normal(jr.key(1), (3, 2, 3, 5), float)
+    sketch = Projection(8, jr.key(2))
+    found = EmpiricalNTK(model, metric=sketch, trace_axes=()).features(x)
+    assert_same(found, jax.device_put(projected(sketch, model, x)))
+
+
 def test_projections_are_unbiased():
     # For all signs of an outer product of 2 and 3 numbers, and of 2 numbers.
     rng = np.random.default_rng(0)
