@@ -1,5 +1,6 @@
 """A function of parameters and of one example of a batch, traced to a jaxpr."""
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from .jaxprs import depends, run_jaxpr, uses_dtype
 from .narrow import wide, without_narrow_casts
 from .ragged import with_mapped_products
 from .refs import without_refs
+from .repeats import without_repeats
 from .structs import array_structs, full_varying_as, with_arrays
 from .trees import safe_zip
 
@@ -117,6 +119,12 @@ class TracedFunction:
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """A list with an entry for each leaf, as the PyTree that the leaves were."""
         return jtu.tree_unflatten(self._treedef, leaves)
+
+    def without_repeats(self) -> "TracedFunction":
+        """The same function, which computes what depends on leaves once."""
+        other = copy.copy(self)
+        other.closed = without_repeats(self.closed, len(self.leaves))
+        return other
 
     def cast(self, leaves: Sequence[Any]) -> PyTree:
         """The same, with each entry in the dtype of its leaf as it was given."""

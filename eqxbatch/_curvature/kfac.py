@@ -20,7 +20,7 @@ from .._batch.rows import Rows
 from .._batch.sums import Sum
 from .._batch.transform import also_decorator, Model, Out, P, run_compiled
 from .._sites.factors import Factors
-from .._sites.kronecker import multiplied, parts_of
+from .._sites.kronecker import kronecker_program, multiplied, parts_of
 from .._sites.program import Directions, Program
 from .._sites.table import SiteTable
 from .fisher import AbstractFisher
@@ -50,8 +50,8 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
     where `a` is the input of its layer and `d` the gradient of its output. K-FAC
     approximates it by the Kronecker product of the second moments of `d` and of `a`.
     These are found for every matrix product, convolution and embedding in any program:
-    inside `scan`s, in custom layers, for weights that are used several times, and for
-    stacked layers.
+    inside `scan`s, in custom layers, for weights that are used several times, for
+    stacked layers, and for derivatives of a network in its inputs.
 
     **Arguments:**
 
@@ -61,20 +61,21 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
     - `fisher`, `key`, `num_samples`, `sampler`: the exact matrix, or an estimate that
         needs fewer backward passes, as for [`eqxbatch.filter_ggn`][].
     - `weight_sharing`: how to treat a weight that is used at several positions of one
-        example, such as those of an image or a sequence, the steps of a `scan`, or
-        several calls. `"expand"` treats positions as separate examples. `"reduce"` uses
-        the mean of the inputs and the sum of the gradients over the positions, which
-        suits models that average over positions before the loss. Embeddings are always
-        expanded.
+        example, such as those of an image or a sequence, the steps of a `scan`, several
+        calls, or derivatives along directions. `"expand"` treats positions as separate
+        examples. `"reduce"` uses the mean of the inputs and the sum of the gradients
+        over the positions, which suits models that average over positions before the
+        loss. Embeddings are always expanded.
     - `corrected`: whether to correct the eigenvalues (EK-FAC). A second pass over the
         examples computes the second moments of per-example gradients along the
         eigenvectors of each Kronecker product. The result is the best approximation of
         the exact block with these eigenvectors.
     - `is_block`: a predicate on parts of the first argument: whether the part is one
         block. A weight with its bias, or a weight alone, has Kronecker factors; any
-        other part gets its exact block. By default, a bias that is added to the product
-        with a weight counts as one more input of the layer, and every other array is a
-        block of its own. `is_block=equinox.is_array` separates biases.
+        other part gets its exact block. By default, a bias that is added to products
+        with a weight, and to nothing else, counts as one more input of the layer, which
+        is 0 in products without it. Every other array is a block of its own.
+        `is_block=equinox.is_array` separates biases.
     - `in_axes`: the batch axes of the arguments after the first, as for
         [`eqxbatch.filter_micro_value_and_grad`][]: axis 0 of all arrays by default.
     - `where`, `filter_spec`, `microbatch_size`, `accumulator`: as for
@@ -134,9 +135,12 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         convolution layers", [arXiv:1602.01407](https://arxiv.org/abs/1602.01407);
         Eschenhagen et al., "Kronecker-factored approximate curvature for modern neural
         network architectures", [arXiv:2311.00636](https://arxiv.org/abs/2311.00636),
-        for `weight_sharing`; George et al., "Fast approximate natural gradient descent
-        in a Kronecker-factored eigenbasis",
-        [arXiv:1806.03884](https://arxiv.org/abs/1806.03884), for `corrected`.
+        for `weight_sharing`; Dangel, Müller and Zeinhofer, "Kronecker-factored
+        approximate curvature for physics-informed neural networks",
+        [arXiv:2405.15603](https://arxiv.org/abs/2405.15603), for derivatives; George et
+        al., "Fast approximate natural gradient descent in a Kronecker-factored
+        eigenbasis", [arXiv:1806.03884](https://arxiv.org/abs/1806.03884), for
+        `corrected`.
     """
 
     _: dataclasses.KW_ONLY
@@ -165,7 +169,7 @@ class KFAC(AbstractFisher[Model, P, Out], AbstractReplicated):
         )
         # Without reverse mode, all Jacobians are formed, and no leaf has Kronecker
         # factors.
-        program = Program(curvature.program, formed=curvature.formed)
+        program = kronecker_program(curvature.program, curvature.formed)
         # By default, the sites say what is a block: a weight, and the bias that joins
         # it.
         chosen = None

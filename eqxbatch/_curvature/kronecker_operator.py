@@ -142,7 +142,8 @@ class KroneckerOperator(AbstractSymmetricOperator):
         with on_devices_of(factors):
             added = error_if(added, *checks)
         self.tags = frozenset({lineax.symmetric_tag})
-        self.unravel, self._is_damped = factors.unravel, added > 0
+        # Of a weak type, it would differ from the one in the state of an optimiser.
+        self.unravel, self._is_damped = factors.unravel, jnp.asarray(added > 0, bool)
         spectra = map(spectrum_of, factors.blocks)
         # A damping of zero leaves all blocks as they are, without a word about
         # `factored`.

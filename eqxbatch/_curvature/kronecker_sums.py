@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -68,6 +68,7 @@ class FlatUse(eqx.Module):
     """The factors at one site, flat, with examples along axis 0.
 
     - `tokens`: the indices that an embedding looks up, instead of an operand.
+    - `bias`: the operand of the bias at each position, if the layout has one.
     - `met`: one where a position meets a matrix, and zero where it does not; None if
         each position meets all of them.
     """
@@ -76,6 +77,7 @@ class FlatUse(eqx.Module):
     d: Inexact[Array, "n vectors positions batch outputs"]
     tokens: Shaped[Array, "n positions"] | None
     is_swapped: bool = eqx.field(static=True)
+    bias: float = eqx.field(static=True)
     met: Inexact[Array, "n positions batch"] | None = None
 
     @property
@@ -94,10 +96,12 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> FlatUse:
     d = _in_order(d, of_d, (EXAMPLE, VECTOR), shared, layout.batch, out)
     count, rows = layout.size(layout.batch), layout.size(out)
     d = d.reshape(num, vectors, positions, count, rows)
+    bias = float(use.has_bias)
     # A one-hot row is as long as the table, so tokens stay numbers.
     if use.site.rule.token is not None:
         tokens = _in_order(a, of_a, (EXAMPLE,), shared, (), ())
-        return FlatUse(None, d, tokens.reshape(num, positions), use.is_swapped)
+        tokens = tokens.reshape(num, positions)
+        return FlatUse(None, d, tokens, use.is_swapped, bias)
     a = _in_order(a, of_a, (EXAMPLE,), shared, layout.batch, into)
     a = a.reshape(num, positions, count, layout.size(into))
     # Groups, such as the experts of a mixture, are the matrices of the batch.
@@ -106,7 +110,7 @@ def flat_use(use: AxisRoles, factors: Factors, layout: Layout) -> FlatUse:
         met = aligned(*met, (EXAMPLE, *shared, *batch))
         met = met.reshape(met.shape[0], positions, count)
         met = jnp.broadcast_to(met, (num, positions, count))
-    return FlatUse(a, d, None, use.is_swapped, met)
+    return FlatUse(a, d, None, use.is_swapped, bias, met)
 
 
 def _in_order(
@@ -133,34 +137,48 @@ def symmetric(x: Inexact[Array, "*batch k k"]) -> Inexact[Array, "*batch k k"]:
     return (x + jnp.swapaxes(x, -1, -2)) / 2
 
 
+class RoleSums(NamedTuple):
+    """The sums over examples and positions for the uses of a weight in one role.
+
+    - `inputs`, `outputs`: the second moments of the operands and of the cotangents.
+    - `mixed`, `biases`: the sums of the operands times that of the bias, and of the
+        squares of the latter. It is 1 at all positions if `biases` is None.
+    - `count`: the number of positions, for each matrix if they differ.
+    """
+
+    inputs: Inexact[Array, "batch inputs *inputs"]
+    mixed: Inexact[Array, "batch inputs"]
+    outputs: Inexact[Array, "batch outputs outputs"]
+    count: Inexact[Array, "*batch"]
+    biases: Inexact[Array, ""] | None
+
+
 def part_sums(
     table: SiteTable,
     part: Part,
     factors: Factors,
     weighing: Weighing,
     sharing: WeightSharing,
-) -> list[Array]:
-    """The arrays that are summed over examples for one block.
+) -> Array | list[RoleSums]:
+    """What is summed over examples for one block.
 
-    For Kronecker factors, these are, for each of the (up to two) roles of operands that
-    the weight has: the second moment of the operands, their sum, the second moment of
-    the cotangents, and the number of positions, for each matrix if they differ.
+    For Kronecker factors, these are the sums for each of the (up to two) roles of
+    operands that the weight has.
     """
     layout = part.layout
     if layout is None:
-        return [_exact_sum(table, part, factors, weighing)]
-    sums: list[Array] = []
+        return _exact_sum(table, part, factors, weighing)
     uses = [flat_use(use, factors, layout) for use in uses_of(table, part)]
-    for is_swapped in (False, True):
-        of_role = [use for use in uses if use.is_swapped is is_swapped]
-        if of_role:
-            sums += _role_sums(of_role, part, weighing, sharing)
-    return sums
+    of_roles = (
+        [use for use in uses if use.is_swapped is is_swapped]
+        for is_swapped in (False, True)
+    )
+    return [_role_sums(x, part, weighing, sharing) for x in of_roles if x]
 
 
 def _role_sums(
     uses: list[FlatUse], part: Part, weighing: Weighing, sharing: WeightSharing
-) -> list[Array]:
+) -> RoleSums:
     # Calls of a weight count as further positions.
     positions = sum(use.num for use in uses)
     if sharing == "reduce" and all(use.a is not None for use in uses):
@@ -168,10 +186,11 @@ def _role_sums(
         operands = (jnp.sum(use.a, 1) for use in uses if use.a is not None)
         total = functools.reduce(jnp.add, operands)
         d = functools.reduce(jnp.add, (jnp.sum(use.d, 2) for use in uses))
-        met = None
+        met, bias = None, uses[0].bias
         # With as many positions in all examples, the mean of the operands is a single
         # one.
         if isinstance(positions, int):
+            bias = sum(use.bias * use.d.shape[2] for use in uses) / max(positions, 1)
             a, positions = total / max(positions, 1), 1
         else:
             # Otherwise, the mean is over those that meet the matrix. An example without
@@ -179,18 +198,25 @@ def _role_sums(
             a = total / jnp.maximum(positions, 1)[..., None]
             positions = (positions > 0).astype(positions.dtype)
             met = positions[:, None]
-        uses = [FlatUse(a[:, None], d[:, :, None], None, uses[0].is_swapped, met)]
+        role = uses[0].is_swapped
+        uses = [FlatUse(a[:, None], d[:, :, None], None, role, bias, met)]
     # Second moments are sums over all uses, as over positions.
     grams, sums, outputs = safe_zip(*(_use_sums(use, part, weighing) for use in uses))
     add = functools.partial(functools.reduce, jnp.add)
     gram = add(grams)
+    pairs = [(x, use.bias) for x, use in safe_zip(sums, uses) if use.bias]
+    mixed = add([x if bias == 1 else x * bias for x, bias in pairs])
     if isinstance(positions, int):
         count = weighing.sum() * positions
     else:
         count = jnp.sum(weighing.times(positions), 0)
     # If the sums vary over devices in `jax.shard_map`, so must the count.
-    count = vary_as([gram], count.astype(outputs[0].dtype))
-    return [gram, add(sums), add(outputs), count]
+    as_sum = lambda x: vary_as([gram], x.astype(outputs[0].dtype))
+    biases = None
+    if {use.bias for use in uses} != {1}:
+        biases = weighing.sum() * sum(use.bias**2 * use.d.shape[2] for use in uses)
+        biases = as_sum(biases)
+    return RoleSums(gram, mixed, add(outputs), as_sum(count), biases)
 
 
 def _use_sums(
@@ -199,7 +225,7 @@ def _use_sums(
     outputs = _gram(use.d, weighing.seconds(use.d))
     if use.tokens is None:
         assert use.a is not None
-        # The sum of the operands is their second moment with the 1 that a bias meets.
+        # The sum of the operands is their second moment with the 1 of a bias.
         weighted = weighing.times(use.a)
         return _gram(use.a, weighted), jnp.sum(weighted, (0, 1)), outputs
     assert part.layout is not None
@@ -236,31 +262,31 @@ def _exact_sum(
     return _gram(gradient[..., None, :], second[..., None, :])[0]
 
 
-def finished(part: Part, sums: list[Array]) -> tuple[Array | None, Array]:
+def finished(part: Part, sums: Array | list[RoleSums]) -> tuple[Array | None, Array]:
     """The factors of outputs and inputs, from the sums of all examples.
 
     If a weight has two roles, they give the Kronecker product with the same partial
     traces as the sum of both.
     """
     layout = part.layout
-    if layout is None:
-        (total,) = sums
+    if not isinstance(sums, list):
         is_diagonal = part.structure == "diagonal"
-        return None, (total if is_diagonal else symmetric(total))[None]
-    # Four sums for each role of the operands.
+        return None, (sums if is_diagonal else symmetric(sums))[None]
+    assert layout is not None
     pairs = []
-    for start in range(0, len(sums), 4):
-        gram, total, outputs, count = sums[start : start + 4]
+    for gram, mixed, outputs, count, biases in sums:
         # Inputs become means over examples and positions. Outputs stay sums over
         # positions, as their product with the inputs is.
         safe = jnp.where(count == 0, 1, count)
         inputs = gram / safe.reshape(*safe.shape, *safe.ndim * (gram.ndim - 1) * (1,))
-        # The operand of a bias is 1: it adds a column of means, and a 1 in the corner.
+        # The operand of a bias, mostly 1, adds a column of means, and its square.
         if layout.bias is not None:
-            mean = total / safe
-            ones = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
+            mean = mixed / safe
+            corner = jnp.where(count == 0, 0, jnp.ones((len(mean), 1, 1), mean.dtype))
+            if biases is not None:
+                corner = corner * (biases / safe)
             column = mean[:, :, None]
-            inputs = jnp.block([[inputs, column], [jnp.swapaxes(column, 1, 2), ones]])
+            inputs = jnp.block([[inputs, column], [jnp.swapaxes(column, 1, 2), corner]])
         inputs = inputs if part.is_counted else symmetric(inputs)
         pairs.append((symmetric(outputs), inputs))
     if len(pairs) == 1:
@@ -338,9 +364,10 @@ def rotated(
     else:
         assert use.a is not None
         a = use.a
-    # The operand of a bias is 1, as in `finished`.
+    # The operand of the bias is one more input, as in `finished`.
     if layout.bias is not None:
-        a = jnp.concatenate([a, jnp.ones((*a.shape[:-1], 1), a.dtype)], axis=-1)
+        column = jnp.full((*a.shape[:-1], 1), use.bias, a.dtype)
+        a = jnp.concatenate([a, column], axis=-1)
     if into is not None:
         a = jnp.einsum("npbi,bij->npbj", a, into.astype(a.dtype))
     if out is None:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ from .plan import (
     run_cond,
     run_scan,
 )
-from .rules import find_rule
+from .rules import find_rule, PRODUCTS
 from .site import AxisNames, Rule, Site
 from .values import Node, output_nodes, pushforward_of, slope_of
 from .view_rules import extend_view
@@ -82,12 +82,13 @@ class Finder:
     """Goes through a jaxpr and the jaxprs that it calls.
 
     - `order`: the highest derivative that will be taken with the sites.
+    - `uses`: the leaves whose products with constants are sites.
     - `failed`: the leaves without a rule, with reasons.
     - `values`: the values that views read.
     """
 
-    def __init__(self, order: int = 1) -> None:
-        self.order = order
+    def __init__(self, order: int = 1, uses: Collection[int] = ()) -> None:
+        self.order, self.uses = order, frozenset(uses)
         self.failed: dict[int, str] = {}
         self.values: list[Node] = []
         self._numbers: dict[Any, int] = {}
@@ -147,10 +148,7 @@ class Finder:
             self.fail(views_of(inputs), equation, reason)
         if name in IDENTITIES:
             return inputs
-        # A lookup by constant tokens is a site, although its rows are shared: its rule
-        # knows which rows have a gradient, and a view does not.
-        is_lookup = name in ("gather", "dynamic_slice") and has_views and is_live
-        if is_shared and not (is_lookup and find_rule(eqn, 0) is not None):
+        if is_shared and not (has_views and is_live and self._is_site(eqn, nodes)):
             if is_unknown_object(eqn) and is_live:
                 self.fail(views_of(inputs), equation, f"no rule for `{name}`")
             return self.shared(equation, nodes)
@@ -170,6 +168,20 @@ class Finder:
         return none
 
     # Values that are the same for all examples.
+
+    def _is_site(self, eqn: Eqn, inputs: list[Node]) -> bool:
+        """Whether a leaf and what is the same for all examples make a site."""
+        # A lookup by constant tokens does: its rule knows which rows have a gradient,
+        # and a view does not.
+        if name_of(eqn) in ("gather", "dynamic_slice"):
+            return find_rule(eqn, 0) is not None
+        # So does a product with a constant, if it is to count as a use of the leaf.
+        if name_of(eqn) not in PRODUCTS:
+            return False
+        moved = [i for i, x in enumerate(inputs) if x.varies]
+        leaves = {view.leaf for i in moved for view in inputs[i].views}
+        is_alone = len(moved) == 1 and self.uses.issuperset(leaves)
+        return is_alone and find_rule(eqn, moved[0]) is not None
 
     def shared(self, equation: Equation, inputs: list[Node]) -> Inputs:
         """The outputs of an equation whose inputs are the same for all examples."""
@@ -305,6 +317,7 @@ class Finder:
         name = name_of(eqn)
         # Several inputs may have views, as in a `concatenate`. Each needs a rule.
         of_views = {i: x for i, x in enumerate(inputs) if x is not None and x.views}
+        has_examples = any(x is None for x in inputs)
         tried = {i: find_rule(eqn, i) for i in of_views}
         rules = {i: rule for i, rule in tried.items() if rule is not None}
         reason = f"no rule for `{name}` with a parameter in this place"
@@ -358,6 +371,7 @@ class Finder:
                     source=x if view.leaf in x.curved else None,
                     is_coupled=view.leaf in x.coupled,
                     is_reverse=x.is_reverse,
+                    is_of_constant=not has_examples and rule.token is None,
                 )
                 for view in x.views
             ]

@@ -9,7 +9,7 @@ separate factors. So has each expert of a mixture, from the positions that meet 
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,11 +18,13 @@ from jaxtyping import Array, Inexact
 
 from .._base.mesh import whole_rows, with_type_of
 from .._base.primitives import SUMS
+from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .axes import Axes, axes_in, Axis, Named, Role
 from .contract import aligned
 from .factors import Factors, has_weights, scale_of
-from .site import AxisNames, has_named_axes, Site
+from .program import Program
+from .site import AxisNames, has_named_axes, positions, Site
 from .table import SiteTable
 from .values import nodes_up_to
 
@@ -137,11 +139,13 @@ class AxisRoles:
     - `by_name`: the axes that the site names.
     - `is_swapped`: whether the operand has the outputs of the layout, for example if an
         embedding is also the last layer.
+    - `has_bias`: whether the bias of the layout, if there is one, is added here.
     """
 
     site: Site
     by_name: dict[str, Axis]
     is_swapped: bool
+    has_bias: bool
 
     def terms(self, factors: Factors) -> UseTerms:
         """The operand and the cotangent, summed over axes that only one of them has.
@@ -215,6 +219,35 @@ class Part:
         return text if num == 1 else f"{num} of {text}"
 
 
+def kronecker_program(traced: TracedFunction, formed: Collection[int] = ()) -> Program:
+    """The program whose sites Kronecker factors are made of.
+
+    The derivative of a layer `w a` along a coordinate is `w` times the derivative of
+    `a`, which is a constant in the first layer: one more position of the weight.
+    Elsewhere, its product with a constant is part of a function of parameters. What
+    nested derivatives compute again is no further position.
+    """
+    every, traced = range(len(traced.leaves)), traced.without_repeats()
+    program = Program(traced, formed=formed, uses=every)
+    table = program.table
+    of_constants = {site.leaf for site in table.sites if site.is_of_constant}
+    kept = {leaf for leaf in of_constants if _has_positions(table, leaf)}
+    if kept == of_constants:
+        return program
+    return Program(traced, formed=formed, uses=kept)
+
+
+def _has_positions(table: SiteTable, leaf: int) -> bool:
+    """Whether products of a leaf with constants are positions of a weight."""
+    if isinstance(_layout(table, leaf), str):
+        return False
+    # The weight of a layer meets examples, too. If nothing else uses it and there is
+    # one position, the product of the two factors is exact.
+    sites = table.of(leaf)
+    is_single = len(sites) == 1 and not positions(sites[0])
+    return is_single or not all(site.is_of_constant for site in sites)
+
+
 # The largest number of columns of the exact block of an array without factors.
 _LARGEST = 512
 
@@ -280,18 +313,28 @@ def multiplied(table: SiteTable, leaf: int) -> int | None:
 
 def uses_of(table: SiteTable, part: Part) -> list[AxisRoles]:
     """The sites of a weight with Kronecker factors."""
-    assert part.layout is not None
-    uses = []
-    for site in table.of(part.leaves[0]):
-        by_name, _ = _split_axes(table, site)
-        kinds = _kinds(site, by_name)
-        assert kinds is not None
-        # The layout is that of the first use; another may have the axes swapped.
-        is_swapped = _present(kinds.outputs, part.layout.shape) != _present(
-            part.layout.outputs, part.layout.shape
+    layout = part.layout
+    assert layout is not None
+    weight, *biases = part.leaves
+    biased = {site.perturbation for bias in biases for site in table.of(bias)}
+    return [
+        AxisRoles(
+            site,
+            _split_axes(table, site).by_name,
+            _is_swapped(table, site, layout),
+            not biases or site.perturbation in biased,
         )
-        uses.append(AxisRoles(site, by_name, is_swapped))
-    return uses
+        for site in table.of(weight)
+    ]
+
+
+def _is_swapped(table: SiteTable, site: Site, layout: Layout) -> bool:
+    """Whether a site has the axes of a layout, that of the first use, swapped."""
+    kinds = _kinds(site, _split_axes(table, site).by_name)
+    assert kinds is not None
+    of_outputs = kinds.outputs, layout.outputs
+    outputs, of_layout = (_present(axes, layout.shape) for axes in of_outputs)
+    return outputs != of_layout
 
 
 def _present(axes: Sequence[int], shape: tuple[int, ...]) -> set[int]:
@@ -421,10 +464,21 @@ def _with_bias(
 ) -> Layout | None:
     """The layout with a bias as one more input; None if it is not one.
 
-    A bias is one if it is added to each product with the weight, and to nothing else.
+    A bias is one if it is added to products with the weight, and to nothing else. In a
+    product without it, its input is 0 in place of 1: derivatives of a layer have none.
     """
     of_weight, of_bias = table.of(weight), table.of(bias)
-    if bias in table.fallbacks or len(of_weight) != len(of_bias):
+    if bias in table.fallbacks:
+        return None
+    # The factor of tokens is diagonal, which it would not be with one more input. Where
+    # a position meets no group, there is no product, but a bias is added. With swapped
+    # axes, inputs are outputs.
+    if any(
+        site.rule.token is not None
+        or site.which is not None
+        or _is_swapped(table, site, layout)
+        for site in of_weight
+    ):
         return None
     # Each use of the bias is matched with the use of the weight that has its cotangent.
     by_perturbation = {site.perturbation: site for site in of_weight}
@@ -452,10 +506,6 @@ def _bias_axes(
 ) -> tuple[int, ...] | None:
     """The axes of a weight that match those of an array added to the product."""
     if site is None or other.rule.kind not in SUMS:
-        return None
-    # The factor of tokens is diagonal, which it would not be with one more input. Where
-    # a position meets no group, there is no product, but a bias is added.
-    if site.rule.token is not None or site.which is not None:
         return None
     # The bias must be added as it is, to the product as it is, in the same steps.
     if _reason(other) is not None or scale_of(site) != scale_of(other):

@@ -254,15 +254,18 @@ class Plan:
         return Run(outs, operands, perturbed)
 
     def follow(self, eqn: Eqn, uses: collections.Counter) -> None:
-        """Follows a perturbed value through an equation that moves its axes.
+        """Follows a perturbed value where its axes are moved or a number is added.
 
         A value that is used more than once has more than one cotangent.
         """
-        for atom in eqn.invars:
+        name = eqn.primitive.name
+        for index, atom in enumerate(eqn.invars):
             before = self._perturbed(atom)
-            if before is None or eqn.primitive.name not in MOVES:
+            # Taylor mode adds up derivatives from 0 on.
+            is_plus = name == "add" and isinstance(eqn.invars[1 - index], jex.Literal)
+            if before is None or not (name in MOVES or is_plus):
                 continue
-            for moved in extend_view(before, eqn, 0) or ():
+            for moved in extend_view(before, eqn, index) or ():
                 # Not through a broadcast: the cotangent before it is a sum of those
                 # behind.
                 if moved and moved.axes is not None and moved.is_isometry:

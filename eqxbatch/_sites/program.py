@@ -106,6 +106,7 @@ class Program:
     `constant` are not differentiated. For leaves in `formed`, the gradient itself is
     requested, as if no rule covered them. The first `num_outputs` outputs are
     differentiated; None for all of them. `order` is 2 if second derivatives are needed.
+    The products of leaves in `uses` with constants are sites, too.
 
     - `traced`, `leaves`, `jaxpr`: the traced function, its leaves and jaxpr.
     - `num_outputs`: the number of differentiated outputs.
@@ -121,6 +122,7 @@ class Program:
         formed: Collection[int] = (),
         num_outputs: int | None = None,
         order: int = 1,
+        uses: Collection[int] = (),
     ):
         self.traced, self.leaves, closed = traced, traced.leaves, traced.closed
         self.jaxpr: Any = closed.jaxpr
@@ -140,7 +142,7 @@ class Program:
         # A search finds leaves that no rule covers. It is repeated without them until
         # it finds none.
         while True:
-            finder = Finder(order)
+            finder = Finder(order, uses)
             inputs: Inputs = [None for _ in avals]
             for i, aval in enumerate(avals[:num_leaves]):
                 # A leaf that is not followed has no sites.

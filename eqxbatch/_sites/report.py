@@ -9,7 +9,7 @@ from .._base.traced_function import TracedFunction
 from .._base.trees import safe_zip
 from .._base.types import check_fields
 from .cost import choose, Method, prefers_sites, total_cost, vmapped_cost
-from .kronecker import multiplied, parts_of
+from .kronecker import kronecker_program, multiplied, parts_of
 from .program import Program
 from .site import Site
 from .table import SiteTable
@@ -119,7 +119,7 @@ def report_of(traced: TracedFunction, paths: list[str]) -> SitesReport:
     by_sites = total_cost(contraction.cost for contraction in contractions)
     materialised = vmapped_cost(table)
     # Blocks join leaves, so they are found for all leaves at once.
-    kfac = _kfac(table, paths)
+    kfac = _kfac(kronecker_program(traced).table, paths)
     leaves = []
     for contraction, path in safe_zip(contractions, paths):
         # The site of a leaf without a rule is the leaf itself, and tells nothing.

@@ -418,6 +418,10 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
     return _row_rule("dynamic_slice", op, operand, table, token)
 
 
+# Products of a weight with an operand that is summed over its inputs.
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
 _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "dot_general": _dot_general,
     "conv_general_dilated": _convolved_kernel,

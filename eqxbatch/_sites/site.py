@@ -135,6 +135,7 @@ class Site:
     - `is_coupled`: whether its second derivatives are not diagonal.
     - `is_reverse`: whether it has no forward mode, and therefore no second derivatives.
     - `is_in_branch`: whether some examples may not use it, as in a branch of a `cond`.
+    - `is_of_constant`: whether its operand is the same for all examples, and no tokens.
     """
 
     view: View
@@ -148,6 +149,7 @@ class Site:
     is_coupled: bool = False
     is_reverse: bool = False
     is_in_branch: bool = False
+    is_of_constant: bool = False
 
     def __repr__(self) -> str:
         loops = "".join(f", {loop!r}" for loop in self.loops)

@@ -96,4 +96,32 @@ BREAKAGES = [
         "slice(0, self._starts[of_part[-1] + 1] - self._starts[of_part[0]])",
         "tests/curvature/test_few_parameters.py -k parts",
     ),
+    Breakage(
+        "a bias has an input of one at derivatives, too",
+        "uses_of",
+        "not biases or site.perturbation in biased",
+        "True",
+        "tests/curvature/test_kfac_of_derivatives.py -k 'factors or biases'",
+    ),
+    Breakage(
+        "the mean of a bias's inputs is one",
+        "_role_sums",
+        "sum(use.bias * use.d.shape[2] for use in uses) / max(positions, 1)",
+        "1.0",
+        "tests/curvature/test_kfac_of_derivatives.py -k factors",
+    ),
+    Breakage(
+        "every product with a constant is a position",
+        "_has_positions",
+        "is_single or not all(site.is_of_constant for site in sites)",
+        "True",
+        "tests/curvature/test_kfac_of_derivatives.py -k no_position",
+    ),
+    Breakage(
+        "what nested derivatives compute again counts twice",
+        "without_repeats",
+        "merged if repeats else closed",
+        "closed",
+        "tests/curvature/test_kfac_of_derivatives.py -k factors",
+    ),
 ]

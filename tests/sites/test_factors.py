@@ -183,33 +183,33 @@ def test_kronecker_sums(name):
     case = CASES[name]
     drawn, _ = random_sites(case, NUM, 5)
     weights = np.random.default_rng(6).uniform(size=NUM)
-    got = compiled("kronecker")(drawn, weights)
+    (got,) = compiled("kronecker")(drawn, weights)
     a = np.concatenate([x.operand.reshape(NUM, -1, 3) for x in drawn.uses], 1)
     of_d = [x.cotangent.reshape(NUM, OUTPUTS, -1, 2) for x in drawn.uses]
     d = np.concatenate(of_d, 2)
-    close_to(got[0][0], np.einsum("n,npi,npj->ij", weights, a, a))
-    close_to(got[1][0], np.einsum("n,npi->i", weights, a))
-    close_to(got[2][0], np.einsum("n,nopi,nopj->ij", weights, d, d))
-    close_to(got[3], weights.sum() * a.shape[1])
+    close_to(got.inputs[0], np.einsum("n,npi,npj->ij", weights, a, a))
+    close_to(got.mixed[0], np.einsum("n,npi->i", weights, a))
+    close_to(got.outputs[0], np.einsum("n,nopi,nopj->ij", weights, d, d))
+    close_to(got.count, weights.sum() * a.shape[1])
 
 
 def test_kronecker_sums_of_tokens():
     drawn, _ = random_sites(CASES["embedding"], NUM, 7)
     weights = np.random.default_rng(8).uniform(size=NUM)
-    counts, _, outputs, count = compiled("kronecker")(drawn, weights)
+    (got,) = compiled("kronecker")(drawn, weights)
     (use,) = drawn.uses
     ones = (use.operand[..., None] == np.arange(6)).astype(float)
-    close_to(counts[0], np.einsum("n,npv->v", weights, ones))
+    close_to(got.inputs[0], np.einsum("n,npv->v", weights, ones))
     is_in = (use.operand < 6).astype(float)[:, None, :, None]
     d = use.cotangent * is_in
-    close_to(outputs[0], np.einsum("n,nopi,nopj->ij", weights, d, d))
-    close_to(count, weights.sum() * 5)
+    close_to(got.outputs[0], np.einsum("n,nopi,nopj->ij", weights, d, d))
+    close_to(got.count, weights.sum() * 5)
 
 
 def test_exact_sum_of_a_leaf_without_factors():
     drawn, jacobian = random_sites(CASES["product"], NUM, 9)
     weights = np.random.default_rng(10).uniform(size=NUM)
-    (got,) = compiled("kronecker")(drawn, weights)
+    got = compiled("kronecker")(drawn, weights)
     close_to(got, np.einsum("n,noi,noj->ij", weights, jacobian, jacobian))
 
 

@@ -152,3 +152,15 @@ def test_training(model, batches, tmp_path):
 
 def sampler(key, out):
     return out + jr.normal(key, out.shape, out.dtype)
+
+
+def test_the_state_keeps_its_types(model, batches):
+    """Also whether they are weak: a step is compiled once."""
+    x, y = (x[0] for x in batches)
+    found = KFAC(model, x, y)
+    optimiser = eqxbatch.scale_by_kfac(found, damping=DAMPING)
+    state = optimiser.init(eqxbatch.parameters(model))
+    update = lambda state: optimiser.update(GRADIENT(model, x, y), state, factors=found)
+    _, after = jax.eval_shape(update, state)
+    types = lambda state: [(x.dtype, x.weak_type) for x in jax.tree.leaves(state)]
+    assert types(after) == types(state)
