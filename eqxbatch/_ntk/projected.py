@@ -143,7 +143,9 @@ class ProjectedGradients(AbstractFeatures):
             if part.has_products(of_part):
                 cost = of_part.cost(self.dim)
                 # Gradients of all examples must not take more memory than factors.
-                if cost.time <= by_factors.time or entries > 2 * of_part.num_entries:
+                is_large = entries > 2 * of_part.num_entries
+                are_wide = all(_is_wide(table.leaves[i]) for i in leaves)
+                if cost.time <= by_factors.time or is_large or not are_wide:
                     by_factors, kept = cost, of_part
             uses.append(kept)
             # The first leaf, the weight, stands for all.
@@ -179,7 +181,8 @@ class ProjectedFactors(AbstractFeaturesOfSites):
         results = []
         for part, uses in safe_zip(self.of_gradients.parts, self.uses):
             leaves = part.part.leaves
-            if all(i in formed for i in leaves):
+            # Factors in half precision are widened, and gradients have been rounded.
+            if all(i in formed and _is_wide(formed[i]) for i in leaves):
                 shapes = ((factors.num, *self.table.leaves[i].shape) for i in leaves)
                 pairs = safe_zip(leaves, shapes)
                 x = part.of_gradients([formed[i].reshape(s) for i, s in pairs])[:, None]
@@ -230,6 +233,10 @@ class ProjectedFactors(AbstractFeaturesOfSites):
         if factors.has_examples(sites):
             return formed
         return jnp.broadcast_to(formed[None], (factors.num, *formed.shape))
+
+
+def _is_wide(x: Any) -> bool:
+    return jnp.finfo(x.dtype).bits >= 32
 
 
 def _is_factor(x: Any) -> bool:

@@ -160,9 +160,8 @@ class Projection(AbstractProjection):
             if not are_sparse[number]:
                 batch = math.prod(x.shape[:-2])
                 sides = [
-                    signs[number, i].reshape(batch, -1, self.dim)
-                    for i in range(2)
-                    if (number, i) in sizes
+                    signs[number, i].reshape(batch, size, self.dim)
+                    for i, size in enumerate(x.shape[-2:])
                 ]
                 return DenseDirections(*sides)
             num = sizes[number, 0]
@@ -189,7 +188,9 @@ class Projection(AbstractProjection):
         return signs
 
     def _random_signs(self, key: Array, size: int) -> Integer[Array, "size dim"]:
-        # One for each random bit, as every batch of examples draws them again.
+        if size == 0:
+            return jnp.zeros((0, self.dim), jnp.int8)
+        # One for each random bit.
         numbers = jr.bits(key, (size, -(-self.dim // 8)), jnp.uint8)
         bits = jnp.unpackbits(numbers, axis=1, count=self.dim)
         return 2 * bits.astype(jnp.int8) - 1
