@@ -354,7 +354,8 @@ def along(
     if basis.shape[0] == 1:
         # One product of two matrices. Axes of size 1 would make XLA transpose both.
         *lead, size = x.shape
-        return (x.reshape(math.prod(lead), size) @ basis[0]).reshape(*lead, -1)
+        product = x.reshape(math.prod(lead), size) @ basis[0]
+        return product.reshape(*lead, basis.shape[2])
     return jnp.einsum("...bi,bij->...bj", x, basis)
 
 

@@ -28,7 +28,7 @@ class DenseDirections(eqx.Module):
         """The projections of several arrays."""
         wide, rows = widened(x), self.rows
         if self.columns is None:
-            return wide.reshape(len(x), -1) @ rows[0].astype(wide.dtype)
+            return wide.reshape(len(x), rows.shape[1]) @ rows[0].astype(wide.dtype)
         # `[vectors, rows, batch, columns]`, and one product if there is one matrix.
         batch, size, _ = rows.shape
         wide = wide.reshape(len(x), batch, size, self.columns.shape[1])
@@ -78,6 +78,10 @@ class DenseDirections(eqx.Module):
                 return None
             taken += which
             pieces = axes[which[0]]
+            # Nor are those of entries of several sides together.
+            shared = {*pieces} - {*layout.batch, *group}
+            if size(shared) != 1:
+                return None
             # Either all matrices of the batch have the same signs, or each its own.
             batch = tuple(axis for axis in layout.batch if axis in pieces)
             if size(batch) not in (1, size(layout.batch)):
@@ -111,8 +115,8 @@ class SparseDirections(eqx.Module):
     ) -> Inexact[Array, "vectors dim"]:
         """The projections of several arrays."""
         num, entries, width = self.signs.shape
-        wide = widened(x).reshape(len(x), -1)
-        vectors, size = wide.shape
+        vectors, size = len(x), math.prod(x.shape[1:])
+        wide = widened(x).reshape(vectors, size)
         if num == 0:
             return jnp.zeros((vectors, entries * width), wide.dtype)
         pieces = jnp.pad(wide, ((0, 0), (0, num * width - size)))

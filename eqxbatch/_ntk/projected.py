@@ -110,7 +110,7 @@ class ProjectedPart(eqx.Module):
                 x = x * basis.inner[None, None].astype(x.dtype)
             lead = x.shape[:2]
             total = directions.of_array(x.reshape(math.prod(lead), *x.shape[2:]))
-            return total.reshape(*lead, -1)
+            return total.reshape(*lead, total.shape[1])
 
 
 class ProjectedGradients(AbstractFeatures):
@@ -211,7 +211,8 @@ class ProjectedFactors(AbstractFeaturesOfSites):
             formed = [self._gradients(i, own, vectors) for i in leaves]
             lead = formed[0].shape[:2]
             flat = [x.reshape(math.prod(lead), *x.shape[2:]) for x in formed]
-            return part.of_gradients(flat).reshape(*lead, -1)
+            total = part.of_gradients(flat)
+            return total.reshape(*lead, total.shape[1])
 
         # On a mesh, cutting would gather the same examples from all devices.
         size = None

@@ -53,7 +53,7 @@ def estimated(fun, model, projection, *args, **settings):
 def projected(projection, model, grads):
     """The gradients of examples times the projections of unit vectors."""
     params = eqx.filter(model, eqx.is_inexact_array)
-    leaves, treedef = jax.tree.flatten(params)
+    leaves = jax.tree.leaves(params)
     sizes = [x.size for x in leaves]
     cut = lambda v: np.split(np.asarray(v), np.cumsum(sizes)[:-1], axis=1)
     eye = cut(np.eye(sum(sizes)))
@@ -351,10 +351,12 @@ def test_signs_are_drawn_before_the_loop(getkey):
 def _loops(jaxpr):
     """The bodies of all loops, at any depth."""
     for eqn in jaxpr.eqns:
-        for inner in jax.core.jaxprs_in_params(eqn.params):
-            if eqn.primitive.name in ("scan", "while"):
-                yield inner
-            yield from _loops(inner)
+        for inner in eqn.params.values():
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                if eqn.primitive.name in ("scan", "while"):
+                    yield inner
+                yield from _loops(inner)
 
 
 def test_influences_are_products_of_features(getkey):
