@@ -161,6 +161,27 @@ def test_in_a_metric(getkey, metric, kind):
     assert_same(gradient, combined(grads, scale), tol=1e-12)
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_stack_of_layers_and_parameters_without_entries(getkey):
+    # Entries of a layer share a sign for all layers, so that gradients are formed.
+    model = {
+        "layers": normal(getkey(), (2, 3, 3), jnp.float64),
+        "nothing": jnp.zeros((0, 3)),
+    }
+    x = normal(getkey(), (5, 3), jnp.float64)
+
+    def fun(model, x):
+        state, _ = jax.lax.scan(
+            lambda h, w: (jnp.tanh(w @ h), None), x, model["layers"]
+        )
+        return jnp.sum(state) + jnp.sum(model["nothing"] @ x)
+
+    sketch = Projection(6, jr.key(3))
+    grads = jax.device_get(jax.jit(jax.vmap(jax.grad(fun), (None, 0)))(model, x))
+    _, found = filter_micro_grad(fun, features=sketch, microbatch_size=2)(model, x)
+    assert_same(found.features, projected(sketch, model, grads), tol=1e-12)
+
+
 SKETCH = Projection(8, jr.key(1))
 
 
