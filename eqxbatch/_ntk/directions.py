@@ -78,9 +78,8 @@ class DenseDirections(eqx.Module):
                 return None
             taken += which
             pieces = axes[which[0]]
-            # Nor are those of entries of several sides together.
-            shared = {*pieces} - {*layout.batch, *group}
-            if size(shared) != 1:
+            # Nor is one array for both sides, as of a stack of layers.
+            if size([i for i in pieces if i not in (*layout.batch, *group)]) != 1:
                 return None
             # Either all matrices of the batch have the same signs, or each its own.
             batch = tuple(axis for axis in layout.batch if axis in pieces)
