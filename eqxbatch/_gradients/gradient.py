@@ -25,7 +25,7 @@ from .._base.dtypes import widened, widest
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh, spec_of, sum_except
 from .._base.structs import array_structs, is_struct
 from .._base.traced_function import TracedFunction
-from .._base.trees import safe_zip, shown
+from .._base.trees import described, safe_zip, shown
 from .._base.types import as_jax, check_types
 from .._base.versions import varying
 from .._batch.accumulators import Concat
@@ -147,6 +147,15 @@ _IF_WHOLE = (
 )
 
 
+def _as_projection(features: Any) -> AbstractProjection | None:
+    if features is None or isinstance(features, AbstractProjection):
+        return features
+    raise TypeError(
+        f"`features` must be a `Projection` or None; got {described(features)}. Pass "
+        "`eqxbatch.Projection(dim, key)`, with the number of features."
+    )
+
+
 class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model, P]):
     """The settings of gradients that do not change the type of the result."""
 
@@ -180,7 +189,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     against: PyTree = eqx.field(
         default=None, converter=lambda tree: jtu.tree_map(as_jax, tree)
     )
-    features: AbstractProjection | None = None
+    features: AbstractProjection | None = eqx.field(
+        default=None, converter=_as_projection
+    )
 
     @abc.abstractmethod
     def outputs(self, results: dict[str, Any]) -> list:

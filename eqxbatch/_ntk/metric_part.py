@@ -75,7 +75,7 @@ class PartUses(NamedTuple):
         """The cost of products of the factors of one example with `dim` directions."""
         assert self.part.layout is not None
         products = 3 * self.num_positions * self.part.layout.sizes.batch * dim
-        return Cost(2 * self.num_entries * dim, 4 * (self.num_entries + products))
+        return Cost(2.0 * self.num_entries * dim, 4.0 * (self.num_entries + products))
 
 
 def uses_of_parts(table: SiteTable, parts: Sequence[MetricPart]) -> list[PartUses]:

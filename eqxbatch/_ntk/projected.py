@@ -137,7 +137,7 @@ class ProjectedGradients(AbstractFeatures):
             by_gradient = _cost_of_gradient(part.directions, entries)
             sites = [site for i in leaves for site in table.of(i)]
             forming = sum(
-                (Cost(num_products(site), 8 * entries) for site in sites), Cost()
+                (Cost(num_products(site), 8.0 * entries) for site in sites), Cost()
             )
             by_factors, kept = by_gradient + forming, of_part._replace(uses=[])
             if part.has_products(of_part):
@@ -274,10 +274,10 @@ def _total(
 def _cost_of_gradient(directions: Directions, entries: int) -> Cost:
     """The cost of projecting a gradient that is there."""
     if isinstance(directions, SparseDirections):
-        each = ENTRY_COST * directions.places.shape[1]
+        each = float(ENTRY_COST * directions.places.shape[1])
     else:
-        each = 2 * directions.rows.shape[-1]
-    return Cost(each * entries, 4 * entries)
+        each = 2.0 * directions.rows.shape[-1]
+    return Cost(each * entries, 4.0 * entries)
 
 
 def projected(

@@ -58,7 +58,7 @@ def projected(projection, model, grads):
     cut = lambda v: np.split(np.asarray(v), np.cumsum(sizes)[:-1], axis=1)
     eye = cut(np.eye(sum(sizes)))
     units = [
-        jnp.asarray(x.reshape(-1, *y.shape), y.dtype)
+        jnp.asarray(x.reshape(len(x), *y.shape), y.dtype)
         for x, y in zip(eye, leaves, strict=True)
     ]
     matrix = projection.drawn(params).of_gradients(units)
@@ -395,7 +395,7 @@ def test_influences_are_products_of_features(getkey):
 
 
 WRONG = {
-    "number": ({"features": 8}, TypeError, "`features` must be AbstractProjection"),
+    "number": ({"features": 8}, TypeError, "`features` must be a `Projection`"),
     "batched": (
         {"features": SKETCH, "batched": True, "accumulator": Mean()},
         ValueError,

@@ -281,7 +281,7 @@ GRADIENTS = [
         "filter_micro_grad",
         lambda: grad(features=64),
         TypeError,
-        "`features` must be AbstractProjection | None; got 64",
+        "`features` must be a `Projection` or None; got 64",
     ),
     Case(
         "filter_micro_grad",
