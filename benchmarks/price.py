@@ -1,6 +1,7 @@
-"""The price of clipping: times and temporaries over those of accumulated gradients."""
+"""The price of clipping and of features, over that of accumulated gradients."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import jax.random as jr
 
+from eqxbatch import EmpiricalNTK, filter_micro_grad, Projection
 from . import work
 from .harness import Bar, bars_of, Case, measure, OURS, results, Row
 from .limit import num_bytes, Work
@@ -26,6 +28,8 @@ from .micro_grad import (
 NAME = "price"
 KEY = jr.key(0)
 ACCUMULATED = "accumulated"
+SECOND_PASS = "a second pass, for the features of the estimator"
+DIM = 64
 
 
 class ViTBlock(eqx.Module):
@@ -125,6 +129,57 @@ def cases(quick: bool) -> Iterator[Case]:
         )
 
 
+def featured(model: Any, num: int, size: int) -> dict[str, Callable]:
+    """Ways to compute the mean gradient, and projections of that of each example."""
+    _, static = eqx.partition(model, eqx.is_inexact_array)
+    sketch = Projection(DIM, jr.key(1))
+    plain = accumulated(model, num, size)[OURS]
+
+    def ours(arrays, x, y):
+        loss = lambda model, x, y: model(x, y)
+        grad = filter_micro_grad(loss, microbatch_size=size, features=sketch)
+        gradient, statistics = grad(eqx.combine(arrays, static), x, y)
+        return gradient, statistics.features
+
+    def second(arrays, x, y):
+        loss = OfPair(eqx.combine(arrays, static))
+        estimator = EmpiricalNTK(loss, metric=sketch, block_size=size)
+        return plain(arrays, x, y), estimator.features((x, y))
+
+    return {OURS: ours, SECOND_PASS: second, ACCUMULATED: plain}
+
+
+class OfPair(eqx.Module):
+    """A loss as a function of one argument."""
+
+    model: Any
+
+    def __call__(self, pair):
+        return self.model(*pair)
+
+
+def feature_cases(quick: bool) -> Iterator[Case]:
+    for title, model, data, size in jobs(quick):
+        arrays, num = eqx.filter(model, eqx.is_inexact_array), len(data[0])
+        products = work.products_of(lambda model, x, y: model(x, y), model, *data)
+        title = f"{title}, {DIM} features"
+        yield Case(
+            title,
+            title,
+            featured(model, num, size),
+            (arrays, *data),
+            Work(
+                work.projected(products, num, DIM),
+                num_bytes(arrays, data, arrays),
+                reason=PATCHES if isinstance(model, CNN) else "",
+            ),
+            unbounded=(ACCUMULATED,),
+            best_memory=None,
+            best_time=None,
+            limits={ACCUMULATED: 1.2},
+        )
+
+
 def table(measured: list[tuple[Case, list[Row]]]) -> list[str]:
     """Times and temporaries, divided by those of the accumulated gradient."""
     lines = [
@@ -148,7 +203,7 @@ def table(measured: list[tuple[Case, list[Row]]]) -> list[str]:
 def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the table for the docs, and the bars."""
     measured, bars = [], []
-    for case in cases(quick):
+    for case in itertools.chain(cases(quick), feature_cases(quick)):
         rows = measure(case, rounds=2 if quick else 3)
         measured.append((case, rows))
         bars += bars_of(case, rows)

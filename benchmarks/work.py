@@ -292,6 +292,17 @@ def accumulated(products: Products, num: int) -> float:
     return num * products.gradient + 3 * products.shared
 
 
+def projected(products: Products, num: int, dim: int) -> float:
+    """The FLOPs of an accumulated gradient and of projections of all gradients.
+
+    Each direction is a product of one for the inputs and one for the outputs of a
+    weight, which meet its factors at each position, or the gradient of an example.
+    """
+    each = lambda x: min(x.positions * (x.inputs + x.outputs), x.inputs * x.outputs)
+    directions = sum(2.0 * dim * x.num * each(x) for x in products.sites)
+    return accumulated(products, num) + num * directions
+
+
 def clipped(products: Products, num: int) -> float:
     """The same of clipped gradients: also their norms.
 

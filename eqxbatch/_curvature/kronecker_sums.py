@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Inexact, Real, Shaped
+from jaxtyping import Array, Inexact, Num, Real, Shaped
 
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import is_on_mesh, vary_as
@@ -369,10 +369,21 @@ def rotated(
         column = jnp.full((*a.shape[:-1], 1), use.bias, a.dtype)
         a = jnp.concatenate([a, column], axis=-1)
     if into is not None:
-        a = jnp.einsum("npbi,bij->npbj", a, into.astype(a.dtype))
-    if out is None:
-        return a, use.d
-    return a, jnp.einsum("nvpbo,boq->nvpbq", use.d, out.astype(use.d.dtype))
+        a = along(a, into)
+    return a, (use.d if out is None else along(use.d, out))
+
+
+def along(
+    x: Inexact[Array, "*lead batch k"], basis: Num[Array, "batch k j"]
+) -> Inexact[Array, "*lead batch j"]:
+    """The coordinates of vectors, each along the columns of one matrix of a batch."""
+    basis = basis.astype(x.dtype)
+    if basis.shape[0] == 1:
+        # One product of two matrices. Axes of size 1 would make XLA transpose both.
+        *lead, size = x.shape
+        product = x.reshape(math.prod(lead), size) @ basis[0]
+        return product.reshape(*lead, basis.shape[2])
+    return jnp.einsum("...bi,bij->...bj", x, basis)
 
 
 def product_in_basis(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, PyTree, Real, Shaped
+from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 
 from .._base.checks import (
     check_at_least,
@@ -25,7 +25,7 @@ from .._base.dtypes import widened, widest
 from .._base.mesh import auto_sharded, examples_spec, explicit_mesh, spec_of, sum_except
 from .._base.structs import array_structs, is_struct
 from .._base.traced_function import TracedFunction
-from .._base.trees import safe_zip, shown
+from .._base.trees import described, safe_zip, shown
 from .._base.types import as_jax, check_types
 from .._base.versions import varying
 from .._batch.accumulators import Concat
@@ -56,6 +56,7 @@ from .._batch.sums import (
 )
 from .._batch.transform import AbstractEarlyStop, Model, P, run_compiled
 from .._sites.cost import Method
+from .._sites.features import AbstractFeatures, AbstractProjection
 from .clipping import checked_bound, clipping_groups, Norms
 from .gradients_by_sites import gradients_by_sites
 from .per_example import (
@@ -99,6 +100,8 @@ class GradientStatistics(NamedTuple):
     - `inner_products`: the inner product of each per-example gradient with the
         direction `against`, shape `(n,)`. A complex leaf counts as its real and its
         imaginary part.
+    - `features`: the projection `features` of each per-example gradient, shape
+        `(n, dim)`.
 
     Statistics that were not requested are None.
     """
@@ -107,6 +110,7 @@ class GradientStatistics(NamedTuple):
     metrics: PyTree[Shaped[Array, "n ..."]]
     moments: GradientMoments | None
     inner_products: Real[Array, " n"] | None = None
+    features: Inexact[Array, "n dim"] | None = None
 
 
 def moments_of(diff: PyTree, moments: PyTree, num: int | Array) -> GradientMoments:
@@ -143,6 +147,15 @@ _IF_WHOLE = (
 )
 
 
+def _as_projection(features: Any) -> AbstractProjection | None:
+    if features is None or isinstance(features, AbstractProjection):
+        return features
+    raise TypeError(
+        f"`features` must be a `Projection` or None; got {described(features)}. Pass "
+        "`eqxbatch.Projection(dim, key)`, with the number of features."
+    )
+
+
 class AbstractMicroGradient(AbstractDerivative, AbstractEarlyStop, Generic[Model, P]):
     """The settings of gradients that do not change the type of the result."""
 
@@ -175,6 +188,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
     moments: bool = False
     against: PyTree = eqx.field(
         default=None, converter=lambda tree: jtu.tree_map(as_jax, tree)
+    )
+    features: AbstractProjection | None = eqx.field(
+        default=None, converter=_as_projection
     )
 
     @abc.abstractmethod
@@ -216,7 +232,9 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 )
         # What is about single examples needs a loss of one example.
         norms = ["clip_norm, scale, nan_safe or return_norms"] * self.needs_norms
-        more = ["moments"] * self.moments + ["against"] * (self.against is not None)
+        optional = {"against": self.against, "features": self.features}
+        more = ["moments"] * self.moments
+        more += [name for name, x in optional.items() if x is not None]
         per_example = [*of_gradients, *norms, *more]
         if per_example and (self.batched or self.axis_name is not None):
             why = (
@@ -367,7 +385,10 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             check_equal(what, bound.shape, (rows.total,))
         rows = rows.with_(bounds=[*map(checked_bound, bounds)])
         # Where microbatches overlap, the weight of a row has its share as a factor.
-        gradients = self._gradients_on_mesh(loss, example, rows)
+        # Random directions are drawn once for all microbatches.
+        projection = self.features
+        features = None if projection is None else projection.drawn(diff)
+        gradients = self._gradients_on_mesh(loss, example, features, rows)
         run = lambda rows: gradients(rows.weighted())
         limit = self.limit(blocks)
         out = run_blocks(run, rows, blocks, self.slots, limit)
@@ -393,18 +414,25 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         return loss.traced(_IF_WHOLE)
 
     def _gradients_on_mesh(
-        self, loss: Loss, example: TracedFunction | None, rows: Rows
+        self,
+        loss: Loss,
+        example: TracedFunction | None,
+        features: AbstractFeatures | None,
+        rows: Rows,
     ) -> BlockGradients:
         """The function that computes the gradients of a microbatch, on any devices.
 
         Of the `rows`, which are those of the batch, only the types matter.
         """
         if explicit_mesh(loss) is None:
-            return self.block_gradients(loss, example)
+            return self.block_gradients(loss, example, features)
 
-        def run(transform: Any, loss: Loss, rows: Rows) -> Results:
+        def run(
+            transform: Any, loss: Loss, features: AbstractFeatures | None, rows: Rows
+        ) -> Results:
             # The example is traced here, where axes are automatic.
-            return transform.block_gradients(loss, transform._example(loss))(rows)
+            example = transform._example(loss)
+            return transform.block_gradients(loss, example, features)(rows)
 
         # Gradients are sharded as their parameters, and results of examples as these.
         examples = examples_spec(loss.batch.arrays, loss.batch.axes)
@@ -416,10 +444,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             {n: gradient if n == "gradient" else examples for n in out.of_whole},
             jtu.tree_map(of_each, out.of_each, is_leaf=is_one),
         )
-        return auto_sharded(run, (self, loss), (rows,), specs)
+        return auto_sharded(run, (self, loss, features), (rows,), specs)
 
     def block_gradients(
-        self, loss: Loss, example: TracedFunction | None
+        self,
+        loss: Loss,
+        example: TracedFunction | None,
+        features: AbstractFeatures | None,
     ) -> BlockGradients:
         """The function that computes the gradients of a microbatch."""
         if self.batched:
@@ -448,7 +479,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
                 functions["moments"] = functools.partial(jtu.tree_map, widened)
             if direction is not None:
                 functions["inner_products"] = lambda x: inner_product(direction, x)
-            return materialised_gradients(example, groups, functions)
+            return materialised_gradients(example, groups, functions, features)
         # Otherwise, each leaf takes the cheaper of its factors and formed gradients.
         by_sites = functools.partial(
             gradients_by_sites,
@@ -458,9 +489,11 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             is_mean,
             self.moments,
             direction,
+            features,
             has_padding=self.weights is not None,
         )
-        if groups is not None or direction is not None or self.moments:
+        settings = groups, direction, features
+        if self.moments or any(x is not None for x in settings):
             return by_sites()
         # Without norms, the sum is one backward pass, as in plain JAX.
         keeps_outputs = self._keeps_outputs(example)
@@ -495,6 +528,7 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
             "norms": Concat(),
             "metrics": Concat(),
             "inner_products": Concat(),
+            "features": Concat(),
             "moments": Variance(ddof=1),
         }
         # What has no numbers, such as aux of None, stays as it is.
@@ -527,11 +561,13 @@ class AbstractAnyMicroGradient(AbstractMicroGradient[Model, P]):
         if self.moments:
             moments = moments_of(diff, results["moments"], self.num_examples(blocks))
         norms = results["norms"] if self.return_norms else None
-        metrics, inner_products = map(results.get, ("metrics", "inner_products"))
-        statistics = GradientStatistics(norms, metrics, moments, inner_products)
+        names = "metrics", "inner_products", "features"
+        metrics, *linear = map(results.get, names)
+        statistics = GradientStatistics(norms, metrics, moments, *linear)
         outputs = self.outputs(results)
         # The settings decide: a function of the user's may return None.
-        requested = self.metrics is not None or self.against is not None
+        settings = self.metrics, self.against, self.features
+        requested = any(x is not None for x in settings)
         if requested or self.return_norms or self.moments:
             outputs.append(statistics)
         return outputs[0] if len(outputs) == 1 else tuple(outputs)

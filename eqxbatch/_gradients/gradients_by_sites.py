@@ -41,6 +41,7 @@ from .._sites.factors import (
     kept_examples,
     weights_of,
 )
+from .._sites.features import AbstractFeatures, AbstractFeaturesOfSites
 from .._sites.formed import gradients, inner_products, weighted_sum
 from .._sites.gram import has_norms_of_factors, OfLeaf, squares_of_factors
 from .._sites.program import OF_LOSS
@@ -63,24 +64,30 @@ def gradients_by_sites(
     is_mean: bool,
     has_moments: bool,
     direction: list | None,
+    features: AbstractFeatures | None,
     has_padding: bool,
 ) -> BlockGradients:
     """The sum of the gradients, clipped by their norms, or their mean if `is_mean`.
 
     Materialised gradients are contracted with weights, as the factors of sites are.
-    Scaling them and adding them up would read them twice more. Moments, and inner
-    products with a `direction`, are those of the gradients before clipping. With
+    Scaling them and adding them up would read them twice more. Moments, `features` and
+    inner products with a `direction` are those of the gradients before clipping. With
     `has_padding`, an example of weight 0 has no influence beyond rounding, even if it
     is NaN.
     """
     # What depends on types alone is decided here, once for all microbatches. Of the
     # parameters, only structure and shapes matter for groups.
-    program, contractions = plan(example, method)
+    costs = None if features is None else lambda table: features.at(table).cost
+    # Only features need no norms to choose by.
+    has_norms = features is None or groups_of is not None
+    program, contractions = plan(example, method, costs, has_norms)
+    at_sites = None if features is None else features.at(program.table)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
 
     def totals(
         bounds: list,
         direction: list | None,
+        at_sites: AbstractFeaturesOfSites | None,
         leaves: list,
         factors: Factors,
         weights: Array | None,
@@ -93,6 +100,8 @@ def gradients_by_sites(
             of_whole["moments"] = example.tree(gradients.moments(weights))
         if direction is not None:
             of_each["inner_products"] = gradients.inner_products(direction)
+        if at_sites is not None:
+            of_each["features"] = gradients.features(at_sites)
         # What clipping multiplies a gradient by is a weight in the sum, so that clipped
         # gradients are never formed.
         clipped = Clipped([jnp.ones(num)] * len(leaves), None, None)
@@ -151,7 +160,7 @@ def gradients_by_sites(
             return Results(dict.fromkeys(out.of_whole, of_leaves), of_each)
 
         bounds = [] if groups is None else groups.of_rows(rows.bounds).bounds
-        operands = (bounds, direction, example.leaves, factors, rows.weights)
+        operands = (bounds, direction, at_sites, example.leaves, factors, rows.weights)
         # Contractions have the precision of the program's own products.
         with products_of(example.closed):
             results = with_auto_axes(totals, operands, specs)
@@ -289,6 +298,15 @@ class SiteGradients:
         dtype = widest(*dtypes)
         zeros = jnp.zeros(self.factors.num, dtype)
         return sum((x.astype(dtype) for x in products), zeros)
+
+    def features(self, at_sites: AbstractFeaturesOfSites) -> Inexact[Array, "n dim"]:
+        """The features of the gradients, from those that are formed anyway or not."""
+        formed = {
+            c.leaf: self.formed[c.leaf] if c.keeps else self._gradients(c.leaf)
+            for c in self.contractions
+            if c.form in ("gradient", "derivative")
+        }
+        return at_sites.of_factors(self.factors, formed)
 
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None

@@ -107,6 +107,10 @@ class MicroValueAndGrad(
         per-example gradient (before `transform`) with it is returned: for cosines,
         gradient matching, and the influence of an example on a step. It takes no
         gradients, and changing its values does not cause recompilation.
+    - `features`: an [`eqxbatch.Projection`][]. The projection of each per-example
+        gradient (before `transform`) is returned: the numbers that the `features` of an
+        [`eqxbatch.EmpiricalNTK`][] of the loss have with this `metric`, for the same
+        parameters, but without a pass of their own. Parameters must be real.
     - `method`: how per-example gradient norms are computed. `"materialise"`
         materialises the per-example gradients of a microbatch; `transform` and
         `metrics` always do. `"sites"` computes norms and clipped sums from the
@@ -124,8 +128,9 @@ class MicroValueAndGrad(
     `((value, aux), gradient)` with `has_aux`. The gradient has the structure of the
     first argument, with `None` for everything that is not differentiated, as optax and
     `equinox.apply_updates` expect. With a `transform`, its accumulated results are
-    returned instead. With `return_norms`, `metrics`, `moments` or `against`, an
-    [`eqxbatch.results.GradientStatistics`][] follows as the last element.
+    returned instead. With `return_norms`, `metrics`, `moments`, `against` or
+    `features`, an [`eqxbatch.results.GradientStatistics`][] follows as the last
+    element.
 
     The function is compiled on the first call; repeated calls with the same function
     and shapes are not retraced.
@@ -138,8 +143,9 @@ class MicroValueAndGrad(
         factors, for bounds of another number of examples, for `norms` without
         `return_norms` or `scale`, for an unknown `method`, for `method="sites"` with
         `transform` or `metrics`, for `moments` with weights, for an `against` that is
-        not like the gradient, for `batched` or `axis_name` with a per-example setting
-        or with each other, and wherever
+        not like the gradient, for `features` with the errors of the `metric` of an
+        [`eqxbatch.EmpiricalNTK`][], for `batched` or `axis_name` with a per-example
+        setting or with each other, and wherever
         [`eqxbatch.filter_micro_vmap`][] raises it.
     - `TypeError` for an accumulator that does not apply to gradients, for `batched`
         without an accumulator, and for settings of the wrong type.
@@ -183,7 +189,10 @@ class MicroValueAndGrad(
         [arXiv:1912.10985](https://arxiv.org/abs/1912.10985), and automatic clipping is
         that of Bu et al., "Automatic clipping: differentially private deep learning
         made easier and stronger",
-        [arXiv:2206.07136](https://arxiv.org/abs/2206.07136).
+        [arXiv:2206.07136](https://arxiv.org/abs/2206.07136). Products of gradients at
+        the steps of training are influences of Pruthi et al., "Estimating training data
+        influence by tracing gradient descent",
+        [arXiv:2002.08484](https://arxiv.org/abs/2002.08484).
     """
 
     _: dataclasses.KW_ONLY
@@ -201,8 +210,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
 
     Like [`eqxbatch.filter_micro_value_and_grad`][], but the value is not returned: the
     result is the gradient, or `(gradient, aux)` with `has_aux`. With `return_norms`,
-    `metrics`, `moments` or `against`, an [`eqxbatch.results.GradientStatistics`][]
-    follows. The arguments are the same:
+    `metrics`, `moments`, `against` or `features`, an
+    [`eqxbatch.results.GradientStatistics`][] follows. The arguments are the same:
 
     - `fun`, `has_aux`, `where`, `filter_spec`, `in_axes`, `batched`, `axis_name`: what
         is differentiated.
@@ -211,8 +220,8 @@ class MicroGrad(AbstractAnyMicroGradient[Model, P], AbstractMicroGrad[Model, P])
         per-example gradient.
     - `accumulator`, `aux_accumulator`: how results are combined. `value_accumulator`
         has no effect, because no values are returned.
-    - `return_norms`, `norms`, `metrics`, `moments`, `against`: which statistics are
-        returned.
+    - `return_norms`, `norms`, `metrics`, `moments`, `against`, `features`: which
+        statistics are returned.
 
     !!! example
 

@@ -35,6 +35,7 @@ from .._batch.rows import Rows
 from .._sites.factors import (
     kept_examples,
 )
+from .._sites.features import AbstractFeatures
 from .clipping import Groups, PlainSquares, squares_of_examples, squares_one_by_one
 
 
@@ -229,11 +230,12 @@ def materialised_gradients(
     example: TracedFunction,
     groups_of: Callable[[PyTree], "Groups"] | None,
     functions: dict[str, Callable[[PyTree], PyTree]],
+    features: AbstractFeatures | None,
 ) -> BlockGradients:
     """Materialises each per-example gradient.
 
-    `functions` are applied to each gradient. The result of the one named `"transform"`
-    replaces the gradient before clipping.
+    `functions` are applied to each gradient, of which there may be `features`. The
+    result of the function named `"transform"` replaces the gradient before clipping.
     """
     # The caller's dict stays as it is.
     functions = dict(functions)
@@ -253,6 +255,8 @@ def materialised_gradients(
             name: _result_of_user(name, function, given)
             for name, function in functions.items()
         }
+        if features is not None:
+            (results["features"],) = features.of_gradients([x[None] for x in leaves])
         if transform is not None:
             gradient = _result_of_user("transform", transform, given)
         return {**results, "gradient": gradient, "outs": outs}

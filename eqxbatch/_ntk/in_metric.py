@@ -16,15 +16,14 @@ from .._curvature.spectrum import DampedProduct
 from .._sites.factors import Factors
 from .._sites.formed import gradients
 from .._sites.inner_product import AbstractInnerProduct, PlainProduct
-from .._sites.kronecker import AxisRoles, Part, parts_of, uses_of
 from .._sites.program import Program
-from .._sites.site import AxisNames, leaf_site, positions, Rule, Site
+from .._sites.site import AxisNames, leaf_site, Rule, Site
 from .._sites.table import SiteTable
 from .._sites.views import leaf_view
 from .eigenvalue_table import TableProduct
-from .metric import Metric, MetricPart, PlainBasis
+from .metric import Metric
+from .metric_part import uses_of_parts
 from .product_basis import Coordinates, ProductBasis
-from .projection import Projection
 from .separable import scales_of, SeparableProduct
 
 
@@ -36,34 +35,20 @@ class InMetric:
 
     def __init__(self, program: Program, metric: Metric):
         self._original, self._metric = program, metric
-        # Once for all: each looks at all leaves.
-        groups = [part.leaves for part in metric.parts]
-        self._parts = parts_of(program.table, groups)
-        # The uses of each part whose gradients are outer products; where there are
-        # none, gradients are formed.
-        self._uses = [
-            uses_of(program.table, part) if part.layout is not None else []
-            for part in self._parts
-        ]
-        # The projection of plain gradients asks when it sees the factors.
-        both = safe_zip(metric.parts, self._parts, self._uses)
-        self._uses = [
-            uses
-            if isinstance(part.basis, PlainBasis) or _has_products(part, other, uses)
-            else []
-            for part, other, uses in both
-        ]
+        self._uses = uses_of_parts(program.table, metric.parts)
+        project = metric.projected
+        self._projected = None if project is None else project.at(program.table)
         self.table = self._in_coordinates()
 
     def inners(self) -> list[AbstractInnerProduct]:
         """The inner product of the factors of each leaf of the table."""
         inners: list[AbstractInnerProduct] = [PlainProduct()] * len(self.table.leaves)
-        if self._metric.projection is not None:
+        if self._projected is not None:
             return inners
         # Leaf `i` of the table has the coordinates of part `i` of the metric.
         damped_leaves: dict[int, DampedProduct] = {}
         for leaf, (part, uses) in enumerate(safe_zip(self._metric.parts, self._uses)):
-            if not uses or not isinstance(part.basis, ProductBasis):
+            if not uses.uses or not isinstance(part.basis, ProductBasis):
                 continue
             root, damped = part.basis.inner, part.basis.damped
             if root is not None:
@@ -95,12 +80,12 @@ class InMetric:
         of_example = [x[None] for x in operands]
         factors = Factors(of_example, flat, (VECTOR,), 1, values)
         # A projection adds up all leaves: they are one leaf of the table.
-        if self._metric.projection is not None:
-            total = self._projected(self._metric.projection, factors, vectors)
+        if self._projected is not None:
+            (total,) = self._projected.of_vectors(factors, {}, vectors)
             return [[Coordinates(None, total.reshape(*lead, total.shape[-1]))]]
         results = []
         for part, uses in safe_zip(self._metric.parts, self._uses):
-            if not uses:
+            if not uses.uses:
                 # Formed in the precision of the model. Only coordinates need all digits
                 # of products, as eigenvalues may differ by many orders of magnitude.
                 jacobians = [self._jacobian(x, factors, vectors) for x in part.leaves]
@@ -110,7 +95,7 @@ class InMetric:
             else:
                 assert isinstance(part.basis, ProductBasis)
                 with exact_products():
-                    pairs = part.basis.pairs(uses, factors)
+                    pairs = part.basis.pairs(uses.uses, factors)
             # Without the axis of examples, and with those of outputs.
             results.append(
                 [
@@ -131,27 +116,6 @@ class InMetric:
             return gradients(sites, factors, struct)[0]
         # The model does not use this parameter.
         return jnp.zeros((vectors, *struct.shape), struct.dtype)
-
-    def _projected(
-        self, projection: Projection, factors: Factors, vectors: int
-    ) -> Inexact[Array, "vectors dim"]:
-        """The projection of the gradients, which are not formed if possible."""
-        results = []
-        both = safe_zip(self._metric.parts, self._parts, self._uses)
-        for number, (part, other, uses) in enumerate(both):
-            summand = None
-            if isinstance(part.basis, PlainBasis):
-                (leaf,) = part.leaves
-                like = self._original.leaves[leaf]
-                summand = projection.of_product(other, uses, factors, like)
-            elif isinstance(part.basis, ProductBasis) and uses:
-                with exact_products():
-                    summand = projection.of_basis(number, part.basis, uses, factors)
-            if summand is None:
-                gradients = [self._jacobian(x, factors, vectors) for x in part.leaves]
-                summand = self._metric.projected(number, gradients)
-            results.append(summand)
-        return projection.total(results)
 
     def _in_coordinates(self) -> SiteTable:
         """The leaves and sites of the coordinates."""
@@ -174,39 +138,18 @@ class InMetric:
                 cotangents.append(d)
                 continue
             # Those of outer products belong to one matrix, which all uses share.
-            layout = self._parts[number].layout
+            in_program, uses = self._uses[number]
+            layout = in_program.layout
             assert layout is not None
             leaves.append(jax.ShapeDtypeStruct(layout.sizes, d.dtype))
-            for use, (a, d) in safe_zip(self._uses[number], pairs):
-                is_counted = self._parts[number].is_counted
+            for use, (a, d) in safe_zip(uses, pairs):
+                is_counted = in_program.is_counted
                 rule = _rule(a.shape[0], layout.sizes, use.is_swapped, is_counted)
                 view = leaf_view(number, leaves[-1])
                 sites.append(Site(view, rule, len(cotangents), len(operands), False))
                 operands.append(a)
                 cotangents.append(d)
         return SiteTable(leaves, sites, cotangents, operands)
-
-
-def _has_products(part: MetricPart, other: Part, uses: list[AxisRoles]) -> bool:
-    """Whether gradients are outer products for the basis of a part of the metric.
-
-    `other` is the part of the same leaves in the program.
-    """
-    if not isinstance(part.basis, ProductBasis) or part.basis.part != other:
-        return False
-    of_tokens = [use.site for use in uses if use.site.rule.token is not None]
-    # Counts of tokens only rescale what is looked up.
-    if other.is_counted:
-        return len(of_tokens) == len(uses) and not any(x.is_swapped for x in uses)
-    # Else tokens are operands as others: rows of the matrix, one for each position. A
-    # gradient has one for each output.
-    assert other.layout is not None
-    num = max(map(_num_positions, of_tokens), default=0)
-    return num <= other.layout.sizes.outputs
-
-
-def _num_positions(site: Site) -> int:
-    return math.prod(site.sizes[axis] for axis in positions(site))
 
 
 def _rule(num: int, shape: tuple[int, ...], is_swapped: bool, is_counted: bool) -> Rule:

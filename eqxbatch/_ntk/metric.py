@@ -23,7 +23,9 @@ from .._base.types import as_jax
 from .._batch.parameters import UNRAVEL
 from .._curvature.kronecker_factors import KroneckerFactors
 from .._curvature.pytree import joined, Unravel
+from .metric_part import MetricPart, PlainBasis
 from .product_basis import ProductBasis
+from .projected import projected, ProjectedGradients
 from .projection import Projection
 
 
@@ -36,35 +38,6 @@ _KINDS = (
     "`KroneckerOperator`, a `Projection`, a matrix over all parameters, or another "
     "lineax operator over them"
 )
-
-
-class PlainBasis(eqx.Module):
-    """The coordinates of the identity, which are the gradients of a leaf."""
-
-
-class MetricPart(eqx.Module):
-    """A block of a metric.
-
-    - `leaves`: the indices of its parameters.
-    - `coordinates`: a linear function of their gradients for one output.
-    - `basis`: the same for outer products of operands and cotangents, if it is known.
-    """
-
-    leaves: tuple[int, ...] = eqx.field(static=True)
-    coordinates: Callable[[list[Array]], Inexact[Array, "..."]]
-    basis: ProductBasis | PlainBasis | None = None
-
-    @property
-    def is_factored(self) -> bool:
-        return isinstance(self.basis, ProductBasis) and self.basis.values is None
-
-    def taken(self, times: int) -> "MetricPart":
-        """The same part, whose root and its transpose are taken this often."""
-        if not self.is_factored:
-            return self
-        assert isinstance(self.basis, ProductBasis)
-        basis = dataclasses.replace(self.basis, times=times)
-        return dataclasses.replace(self, basis=basis)
 
 
 class Metric(eqx.Module):
@@ -95,10 +68,19 @@ class Metric(eqx.Module):
             for times in (2 * is_first, 2 * (not is_first))
         ]
 
+    @property
+    def projected(self) -> ProjectedGradients | None:
+        """The projection of the gradients, whose directions are drawn now."""
+        if self.projection is None:
+            return None
+        return projected(self.parts, self.unravel.structs, self.projection)
+
     def product(self, leaves: Sequence[Array]) -> list[Array]:
         """The matrix times a vector of parameters."""
-        if self.projection is not None:
-            coordinates, pullback = jax.vjp(self._projected, [*leaves])
+        project = self.projected
+        if project is not None:
+            of_one = lambda leaves: project.of_gradients([x[None] for x in leaves])
+            coordinates, pullback = jax.vjp(of_one, [*leaves])
             (products,) = pullback(coordinates)
             return products
         results = [*leaves]
@@ -111,30 +93,6 @@ class Metric(eqx.Module):
                 results[i] = x
         return results
 
-    def projected(
-        self, number: int, leaves: list[Inexact[Array, "vectors ..."]]
-    ) -> Inexact[Array, "vectors dim"]:
-        """What a part adds to a projection, before scaling, from its gradients."""
-        assert self.projection is not None
-        part = self.parts[number]
-        # Eigenvalues may differ by many orders of magnitude, and signs by none.
-        if isinstance(part.basis, PlainBasis):
-            return self.projection.of_gradient(number, *leaves)
-        with exact_products():
-            x = jax.vmap(part.coordinates)(leaves)
-            if not isinstance(part.basis, ProductBasis):
-                return self.projection.of_gradient(number, x)
-            is_formed = part.basis.inner is not None
-            return self.projection.of_matrices(number, x, is_formed=is_formed)
-
-    def _projected(self, leaves: list[Array]) -> Inexact[Array, " dim"]:
-        assert self.projection is not None
-        summands = [
-            self.projected(number, [leaves[i][None] for i in part.leaves])[0]
-            for number, part in enumerate(self.parts)
-        ]
-        return self.projection.total(summands)
-
 
 def metric_of(metric: Any, parameters: PyTree) -> Metric:
     """The metric of the parameters of a model, from what the user gives."""
@@ -143,8 +101,8 @@ def metric_of(metric: Any, parameters: PyTree) -> Metric:
     # What no metric can be of, and what users pass in place of an operator.
     if any(map(is_complex, structs)):
         raise ValueError(
-            "`metric` is for real parameters, but some are complex. Leave them out "
-            "with `where` or `filter_spec`."
+            "`metric` and projections are for real parameters, but some are complex. "
+            "Leave them out with `where` or `filter_spec`."
         )
     if isinstance(metric, KroneckerFactors):
         raise ValueError(

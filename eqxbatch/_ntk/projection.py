@@ -1,25 +1,23 @@
 """Random projections of gradients, which are metrics whose mean is another metric."""
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.random as jr
-from jaxtyping import Array, Inexact, Integer, Key, UInt32
+import numpy as np
+from jaxtyping import Array, Integer, Key, PyTree, UInt32
 
 from .._base.checks import check_at_least
-from .._base.dtypes import common_dtype, widened
-from .._base.trees import safe_zip
 from .._base.types import check_fields
-from .._curvature.kronecker_sums import flat_use, FlatUse, product_in_basis, rotated
-from .._sites.factors import Factors
-from .._sites.kronecker import AxisRoles, Layout, MatrixSizes, Part
-from .product_basis import ProductBasis
+from .._sites.features import AbstractFeatures, AbstractProjection
+from .directions import DenseDirections, Directions, SparseDirections
 
 
 # How a projection draws its directions for each array.
@@ -27,10 +25,10 @@ Kind = Literal["dense", "sparse", "auto"]
 
 
 # The operations of one signed entry, as long as its reads from memory.
-_ENTRY = 8
+ENTRY_COST = 8
 
 
-class Projection(eqx.Module):
+class Projection(AbstractProjection):
     """A random projection of gradients, as a `metric` of [`eqxbatch.EmpiricalNTK`][].
 
     Each gradient becomes `dim` numbers, whose inner products estimate those of the
@@ -131,40 +129,68 @@ class Projection(eqx.Module):
                 "`Projection`. Pass the `metric` of that one."
             )
 
-    def signs(self, leaf: int, struct: Any) -> list[Array]:
-        """Random signs for the first axis of a leaf, and for all others together.
+    def drawn(self, parameters: PyTree[Any]) -> AbstractFeatures:
+        # A metric may have a projection.
+        from .metric import metric_of
 
-        The latter are missing for a vector.
-        """
-        # A scalar is a vector with one entry.
-        rows, *columns = struct.shape or (1,)
-        sizes = [rows, math.prod(columns)] if columns else [rows]
-        return self._signs_of(leaf, sizes, struct.dtype)
+        projected = metric_of(self, parameters).projected
+        assert projected is not None
+        return projected
 
-    def signs_of_matrices(
-        self, part: int, sizes: MatrixSizes, dtype: Any
-    ) -> tuple[Array, Array]:
-        """Random signs for the rows and the columns of each matrix of a part.
+    def directions(self, arrays: "Sequence[Projected]") -> list[Directions]:
+        """The directions of each of several arrays."""
+        # From the number of an array alone, so that all examples have the same signs.
+        split = lambda number: jr.split(jr.fold_in(self.key, number), 2)
+        keys = jax.lax.map(split, jnp.arange(len(arrays)))
+        width = self.dim // self.entries
+        are_sparse = [self.is_sparse(x.shape, is_formed=x.is_formed) for x in arrays]
+        sizes: dict[tuple[int, int], int] = {}
+        for number, (x, is_sparse) in enumerate(zip(arrays, are_sparse, strict=True)):
+            if is_sparse:
+                sizes[number, 0] = -(-math.prod(x.shape) // width)
+                continue
+            # Matrices have signs for their rows and columns, and vectors for entries.
+            *batch, rows, columns = x.shape if len(x.shape) > 1 else (*x.shape, None)
+            sizes[number, 0] = math.prod(batch) * rows
+            if columns is not None:
+                sizes[number, 1] = math.prod(batch) * columns
+        signs = self._signs(keys, sizes)
 
-        Their shapes are `(batch, rows, dim)` and `(batch, columns, dim)`.
-        """
-        batch, *sides = sizes
-        signs = self._signs_of(part, [batch * size for size in sides], dtype)
-        rows, columns = (
-            x.reshape(batch, size, self.dim) for x, size in safe_zip(signs, sides)
-        )
-        return rows, columns
+        def of_array(number: int, x: Projected) -> Directions:
+            if not are_sparse[number]:
+                batch = math.prod(x.shape[:-2])
+                sides = [
+                    signs[number, i].reshape(batch, size, self.dim)
+                    for i, size in enumerate(x.shape[-2:])
+                ]
+                return DenseDirections(*sides)
+            num = sizes[number, 0]
+            shape = num, self.entries
+            places = jr.randint(keys[number, 1], shape, 0, width)
+            return SparseDirections(signs[number, 0].reshape(*shape, width), places)
 
-    def _signs_of(self, number: int, sizes: list[int], dtype: Any) -> list[Array]:
-        # From the number of the leaf alone, so that all examples have the same signs.
-        keys = jr.split(jr.fold_in(self.key, number), 2)
-        dtype = widened(jnp.zeros((), dtype)).dtype
-        # A vector leaves the second key.
-        pairs = zip(keys, sizes, strict=False)
-        return [self._random_signs(key, size).astype(dtype) for key, size in pairs]
+        return [of_array(number, x) for number, x in enumerate(arrays)]
+
+    def _signs(
+        self, keys: Array, sizes: dict[tuple[int, int], int]
+    ) -> dict[tuple[int, int], Integer[Array, "size dim"]]:
+        """Random signs from some of the keys."""
+        # Those of equal sizes in one loop: many draws would take long to compile.
+        by_size: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
+        for place, size in sizes.items():
+            by_size[size].append(place)
+        signs: dict[tuple[int, int], Array] = {}
+        for size, places in by_size.items():
+            numbers, sides = np.array(places).T
+            draw = functools.partial(self._random_signs, size=size)
+            drawn = jax.lax.map(draw, keys[numbers, sides])
+            signs.update(zip(places, drawn, strict=True))
+        return signs
 
     def _random_signs(self, key: Array, size: int) -> Integer[Array, "size dim"]:
-        # One for each random bit, as every batch of examples draws them again.
+        if size == 0:
+            return jnp.zeros((0, self.dim), jnp.int8)
+        # One for each random bit.
         numbers = jr.bits(key, (size, -(-self.dim // 8)), jnp.uint8)
         bits = jnp.unpackbits(numbers, axis=1, count=self.dim)
         return 2 * bits.astype(jnp.int8) - 1
@@ -178,7 +204,7 @@ class Projection(eqx.Module):
             return self.kind == "sparse"
         # Nothing about the examples or the model may count here: two sides that chose
         # differently would have a wrong product.
-        size, operations = math.prod(shape), _ENTRY * self.entries
+        size, operations = math.prod(shape), ENTRY_COST * self.entries
         if len(shape) < 2 or is_formed:
             return operations < 2 * self.dim
         # Factors that meet `dim` directions each, against a product for each entry.
@@ -186,209 +212,13 @@ class Projection(eqx.Module):
         num = math.prod(batch) * (rows + columns)
         return size * (2 + operations) < 2 * num * self.dim
 
-    def total(
-        self, summands: list[Inexact[Array, "*vectors dim"]]
-    ) -> Inexact[Array, "*vectors dim"]:
-        """The projection, from what each part adds."""
-        # Parts have independent signs, so that products between them are 0 on average
-        # and one sum over all parts will do. Both sides of a kernel are divided by the
-        # root, so that their product is a mean over the directions.
-        dtype = common_dtype(*(x.dtype for x in summands))
-        total = functools.reduce(jnp.add, (x.astype(dtype) for x in summands))
-        return total / math.sqrt(self.dim)
 
-    def of_gradient(
-        self, leaf: int, x: Inexact[Array, "vectors ..."]
-    ) -> Inexact[Array, "vectors dim"]:
-        """What a leaf adds, before scaling, from its gradients for several outputs."""
-        struct = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        if self.is_sparse(_as_matrix(struct.shape)):
-            return self._sparse(leaf, x)
-        signs = self.signs(leaf, struct)
-        # `[vectors, rows, columns]`, or `[vectors, rows]` for a vector.
-        wide = widened(x).reshape(x.shape[0], *(y.shape[0] for y in signs))
-        if len(signs) == 1:
-            return wide @ signs[0]
-        return jnp.einsum("vab,aj,bj->vj", wide, *signs)
+class Projected(NamedTuple):
+    """An array that is projected.
 
-    def of_product(
-        self, part: Part, uses: list[AxisRoles], factors: Factors, like: Any
-    ) -> Inexact[Array, "vectors dim"] | None:
-        """The same from the factors of one example, for a leaf of the type of `like`.
-
-        None if rows and columns of the leaf are not those of the factors, or if its
-        projection is sparse.
-        """
-        if part.layout is None or self.is_sparse(_as_matrix(like.shape)):
-            return None
-        sides = _signs_of_sides(part.layout, self.signs(part.leaves[0], like))
-        if sides is None:
-            return None
-        flat = (flat_use(use, factors, part.layout) for use in uses)
-        return _along_products(flat, part.layout, sides)
-
-    def of_matrices(
-        self,
-        part: int,
-        x: Inexact[Array, "vectors batch rows columns"],
-        *,
-        is_formed: bool,
-    ) -> Inexact[Array, "vectors dim"]:
-        """What a part of a metric adds, from its coordinates, which are matrices.
-
-        - `is_formed`: as in `is_sparse`.
-        """
-        sizes = MatrixSizes(*x.shape[1:])
-        if self.is_sparse(sizes, is_formed=is_formed):
-            return self._sparse(part, x)
-        wide = widened(x)
-        signs = self.signs_of_matrices(part, sizes, wide.dtype)
-        return jnp.einsum("vbrc,brj,bcj->vj", wide, *signs)
-
-    def of_basis(
-        self, number: int, basis: ProductBasis, uses: list[AxisRoles], factors: Factors
-    ) -> Inexact[Array, "vectors dim"] | None:
-        """The same from the factors of one example.
-
-        None if coordinates must be formed, and this is cheaper from the gradient.
-        """
-        layout, is_counted = basis.part.layout, basis.part.is_counted
-        assert layout is not None
-        flat = [_wide(flat_use(use, factors, layout)) for use in uses]
-        dtype = flat[0].d.dtype
-        is_formed = basis.inner is not None
-        is_sparse = self.is_sparse(layout.sizes, is_formed=is_formed)
-        # Tokens look up signs, after eigenvalues scaled their cotangents.
-        if is_counted and not is_sparse:
-            rows, columns = self.signs_of_matrices(number, layout.sizes, dtype)
-            total: Any = 0
-            for use in flat:
-                _, d = basis.of_tokens(use.tokens, use.d)
-                assert use.tokens is not None
-                a = jnp.take(columns[0], use.tokens, axis=0, mode="fill", fill_value=0)
-                d = jnp.einsum("nvpbo,boj->nvpj", d, rows)
-                total += jnp.einsum("npj,nvpj->vj", a, d)
-            return total
-        # Along a direction `s t^T`, `R1^T d a^T R2` is `(R1 s . d) (R2 t . a)`.
-        if not is_formed and not is_sparse:
-            rows, columns = self.signs_of_matrices(number, layout.sizes, dtype)
-            assert basis.inputs is not None
-            outputs, inputs = basis.outputs.astype(dtype), basis.inputs.astype(dtype)
-            sides = (
-                jnp.einsum("boq,bqj->boj", outputs, rows),
-                jnp.einsum("biq,bqj->bij", inputs, columns),
-            )
-            return _along_products(flat, layout, sides)
-        # Coordinates of factors, for few positions, or else of their sum.
-        _, outputs, inputs = layout.sizes
-        each = sum(use.d.shape[2] for use in flat) * (outputs**2 + inputs**2)
-        if is_counted or each > outputs * inputs * (outputs + inputs):
-            return None
-        bases = basis.outputs, basis.inputs
-        formed = (product_in_basis(use, layout, bases)[0] for use in flat)
-        x = functools.reduce(jnp.add, formed)
-        if basis.inner is not None:
-            x = x * basis.inner[None].astype(x.dtype)
-        return self.of_matrices(number, x, is_formed=is_formed)
-
-    def _sparse(
-        self, number: int, x: Inexact[Array, "vectors ..."]
-    ) -> Inexact[Array, "vectors dim"]:
-        """A sparse projection, multiplied by the root of `dim` as dense ones are.
-
-        Each of `entries` blocks of results, of `width` each, is the sum of pieces of
-        this length with random signs, each piece rolled by a random number of places.
-        Two numbers of one piece never meet, and those of two pieces do with a
-        probability of `1 / width`. With a width of 3, pieces `a` and `b`, rolled by 1
-        and by 0, add up to `(a3 +- b1, a1 +- b2, a2 +- b3)`.
-        """
-        wide, width = widened(x).reshape(x.shape[0], -1), self.dim // self.entries
-        vectors, size = wide.shape
-        num = -(-size // width)
-        if num == 0:
-            return jnp.zeros((vectors, self.dim), wide.dtype)
-        pieces = jnp.pad(wide, ((0, 0), (0, num * width - size)))
-        pieces = pieces.reshape(vectors, num, width)
-        of_signs, of_places = jr.split(jr.fold_in(self.key, number), 2)
-        signs = self._random_signs(of_signs, num).reshape(num, self.entries, width)
-        places = jr.randint(of_places, (num, self.entries), 0, width)
-
-        def rolled(i: int | Array) -> Inexact[Array, "vectors entries width"]:
-            piece, of_piece, first = (
-                jax.lax.dynamic_index_in_dim(y, i, axis, keepdims=False)
-                for y, axis in ((pieces, 1), (signs, 0), (places, 0))
-            )
-            blocks = (
-                jnp.roll(piece * of_piece[k][None].astype(piece.dtype), first[k], 1)
-                for k in range(self.entries)
-            )
-            return jnp.stack([*blocks], axis=1)
-
-        # XLA for CPUs takes ten times as long to gather the numbers of all pieces.
-        # Some at a time are few kernels on GPUs.
-        add = lambda i, total: total + rolled(i)
-        total = jax.lax.fori_loop(1, num, add, rolled(0), unroll=4)
-        return total.reshape(vectors, self.dim) * math.sqrt(width)
-
-
-def _as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a leaf as a matrix, if it has several axes."""
-    return shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-
-
-def _wide(use: FlatUse) -> FlatUse:
-    a = None if use.a is None else widened(use.a)
-    return dataclasses.replace(use, a=a, d=widened(use.d))
-
-
-def _along_products(
-    flat: Iterable[FlatUse], layout: Layout, sides: tuple[Array, Array]
-) -> Inexact[Array, "vectors dim"]:
-    # Along a direction `s t^T`, `d a^T` is `(s . d) (t . a)`: no gradient is formed.
-    total: Any = 0
-    for use in flat:
-        a, d = rotated(use, layout, sides)
-        total += jnp.einsum("npbj,nvpbj->vj", a.astype(d.dtype), d)
-    return total
-
-
-def _signs_of_sides(layout: Layout, signs: list[Array]) -> tuple[Array, Array] | None:
-    """Signs of shape `(batch, entries, dim)` for outputs and inputs.
-
-    None if one of them is not a product of signs for its entries.
+    - `shape`: that of a vector, or of a batch of matrices.
+    - `is_formed`: as for `Projection.is_sparse`.
     """
-    # The signs have two groups of axes: the first axis of the leaf, which the layout
-    # may have cut into `num` pieces, and all others.
-    num = next(
-        num
-        for num in range(1, len(layout.shape) + 1)
-        if math.prod(layout.shape[:num]) == layout.leaf_shape[0]
-    )
-    axes = range(num), range(num, len(layout.shape))
-    size = layout.size
-    sides: list[Array] = []
-    taken: list[int] = []
-    for group in (layout.outputs, layout.inputs):
-        # Entries of one side must have signs of their own: those of both sides in one
-        # array, or one side in both arrays, are no product.
-        which = [i for i in (0, 1) if all(axis in axes[i] for axis in group)]
-        if len(which) != 1 or len(signs) != 2 or which[0] in taken:
-            return None
-        taken += which
-        pieces = axes[which[0]]
-        # Either all matrices of the batch have the same signs here, or each its own.
-        batch = tuple(axis for axis in layout.batch if axis in pieces)
-        if size(batch) not in (1, size(layout.batch)):
-            return None
-        # Axes of no kind have size 1, so that they may go first. Others are of the side
-        # that has axes in both arrays.
-        units = tuple(axis for axis in pieces if axis not in (*batch, *group))
-        if size(units) != 1:
-            return None
-        x = signs[which[0]]
-        x = x.reshape(*(layout.shape[axis] for axis in pieces), x.shape[-1])
-        order = [pieces.index(axis) for axis in (*units, *batch, *group)]
-        x = jnp.transpose(x, (*order, len(order)))
-        x = x.reshape(size(batch), size(group), x.shape[-1])
-        sides.append(jnp.broadcast_to(x, (size(layout.batch), *x.shape[1:])))
-    return sides[0], sides[1]
+
+    shape: tuple[int, ...]
+    is_formed: bool = False

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import equinox as eqx
@@ -173,6 +173,21 @@ class Contraction:
     cost: Cost
 
 
+class FeatureCost(NamedTuple):
+    """What features of one example cost for a leaf, besides what else is computed.
+
+    - `by_factors`: from factors, or from a gradient that is formed for this alone.
+    - `by_gradient`: from a gradient that is there.
+    """
+
+    by_factors: Cost = Cost()
+    by_gradient: Cost = Cost()
+
+
+# The cost of features of gradients, for each leaf of a program.
+FeatureCosts = Callable[[SiteTable], Callable[[int], FeatureCost]]
+
+
 class Planned(NamedTuple):
     """A function with its sites, and how each leaf is contracted."""
 
@@ -180,20 +195,26 @@ class Planned(NamedTuple):
     contractions: list[Contraction]
 
 
-def plan(traced: TracedFunction, method: Method) -> Planned:
+def plan(
+    traced: TracedFunction,
+    method: Method,
+    features: FeatureCosts | None = None,
+    has_norms: bool = True,
+) -> Planned:
     """A function with its sites, and how each leaf is contracted.
 
     `"sites"` chooses the cheapest contraction for each leaf, `"materialise"` leaves all
     of them to automatic differentiation, and `"auto"` chooses the cheaper of the two.
+    `features` are computed, too, and norms only if `has_norms`.
     """
     if method != "materialise":
         program = Program(traced, num_outputs=1)
-        contractions = choose(program)
-        if method == "sites" or prefers_sites(program.table, contractions):
+        contractions = choose(program, features, has_norms)
+        if method == "sites" or prefers_sites(program.table, contractions, features):
             _say("sites", method, contractions)
             return Planned(program, contractions)
     program = Program(traced, use_rules=False, num_outputs=1)
-    contractions = choose(program)
+    contractions = choose(program, features, has_norms)
     _say("materialise", method, contractions)
     return Planned(program, contractions)
 
@@ -204,7 +225,9 @@ def _say(taken: str, method: Method, contractions: list[Contraction]) -> None:
     log.debug("Clipping: method=%r is %r (%s).", method, taken, counts)
 
 
-def choose(program: Program) -> list[Contraction]:
+def choose(
+    program: Program, features: FeatureCosts | None = None, has_norms: bool = True
+) -> list[Contraction]:
     """The cheapest contraction for each leaf."""
     table = program.table
     one = lambda s: jax.ShapeDtypeStruct((1, *s.shape), s.dtype)
@@ -223,8 +246,12 @@ def choose(program: Program) -> list[Contraction]:
         }
         return [of_family[family] for family in families]
 
-    costs = eqx.filter_eval_shape(norms, *factors, program.value_structs())
-    return [*map(functools.partial(_choose, table), leaves, costs)]
+    costs: Sequence[Cost | None] = [Cost() for _ in leaves]
+    if has_norms:
+        costs = eqx.filter_eval_shape(norms, *factors, program.value_structs())
+    nothing = lambda leaf: FeatureCost()
+    of_features = map(nothing if features is None else features(table), leaves)
+    return [*map(functools.partial(_choose, table), leaves, costs, of_features)]
 
 
 def _norm_cost(table: SiteTable, leaf: int, factors: Factors) -> Cost | None:
@@ -241,7 +268,9 @@ def _norm_cost(table: SiteTable, leaf: int, factors: Factors) -> Cost | None:
     return Cost(platform().exact_product * cost.flops, cost.bytes)
 
 
-def _choose(table: SiteTable, leaf: int, norm: Cost | None) -> Contraction:
+def _choose(
+    table: SiteTable, leaf: int, norm: Cost | None, features: FeatureCost
+) -> Contraction:
     """The cheapest contraction, from the cost of the norm by factors."""
     struct = table.leaves[leaf]
     sites = table.of(leaf)
@@ -251,13 +280,15 @@ def _choose(table: SiteTable, leaf: int, norm: Cost | None) -> Contraction:
     width = struct.dtype.itemsize
     if leaf in table.fallbacks:
         # The gradient is written once and read twice: for the norm and for the sum.
-        return Contraction(leaf, "derivative", True, Cost(4 * size, 3 * width * size))
+        forming = Cost(4 * size, 3 * width * size)
+        return Contraction(leaf, "derivative", True, forming + features.by_gradient)
     factors = sum(map(_num_factors, sites))
     reading = Cost(sum(map(num_products, sites)), width * factors)
     # It is computed from the gradients with respect to the views of sites.
     num_moved = len(sites) * size + 2 * sum(map(_num_viewed, sites))
     once = reading + Cost(4 * size, width * (num_moved + 2 * size))
     twice = reading * 2 + Cost(2 * size, width * (num_moved + size))
+    once, twice = once + features.by_gradient, twice + features.by_gradient
     candidates = [Contraction(leaf, "gradient", False, twice)]
     # Gradients are kept for all leaves at the same time, so they must not be much
     # larger than what a backward pass stores anyway, and save some time.
@@ -265,11 +296,16 @@ def _choose(table: SiteTable, leaf: int, norm: Cost | None) -> Contraction:
         candidates.append(Contraction(leaf, "gradient", True, once))
     if norm is not None:
         # The sum reads the factors once more.
-        candidates.append(Contraction(leaf, "factors", False, norm + reading))
+        by_factors = norm + reading + features.by_factors
+        candidates.append(Contraction(leaf, "factors", False, by_factors))
     return min(candidates, key=lambda contraction: contraction.cost.time)
 
 
-def prefers_sites(table: SiteTable, contractions: list[Contraction]) -> bool:
+def prefers_sites(
+    table: SiteTable,
+    contractions: list[Contraction],
+    features: FeatureCosts | None = None,
+) -> bool:
     """Whether the contractions are cheaper than forming all gradients by `vmap`."""
     by_sites = total_cost(contraction.cost for contraction in contractions)
     formed = num_bytes(table.leaves)
@@ -277,7 +313,11 @@ def prefers_sites(table: SiteTable, contractions: list[Contraction]) -> bool:
     factors = num_bytes([*table.operands, *table.perturbations])
     is_small = gradients + factors <= formed / 2
     most = SMALL_SITES_AT_MOST if is_small else SITES_AT_MOST
-    return by_sites.time <= most * vmapped_cost(table).time
+    vmapped = vmapped_cost(table)
+    if features is not None:
+        of_leaves = map(features(table), range(len(table.leaves)))
+        vmapped += total_cost(cost.by_gradient for cost in of_leaves)
+    return by_sites.time <= most * vmapped.time
 
 
 def vmapped_cost(table: SiteTable) -> Cost:

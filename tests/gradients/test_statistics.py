@@ -449,6 +449,7 @@ def test_public_names():
         "metrics",
         "moments",
         "inner_products",
+        "features",
     )
     assert eqxbatch.results.GradientMoments._fields == (
         "mean",

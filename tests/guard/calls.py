@@ -204,6 +204,9 @@ TRACED: dict[str, Callable] = {
     "filter_micro_grad materialise": eb.filter_micro_grad(
         loss, microbatch_size=SIZE, clip_norm=0.1, method="materialise"
     ),
+    "filter_micro_grad features": eb.filter_micro_grad(
+        loss, microbatch_size=SIZE, features=eb.Projection(4, KEY)
+    ),
     "filter_micro_grad derivative": features.grad_of(
         lambda model, x: ravel_pytree(clipped(model, x))[0]
     ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import equinox as eqx
 import jax
@@ -28,6 +29,26 @@ from .metric_models import (
 from .models import float64, jacobians, pairs
 
 
+def signs_of(projection, leaves):
+    """Random signs for the first axis of each leaf, and for all others together."""
+    signs = []
+    for number, leaf in enumerate(leaves):
+        rows, *columns = leaf.shape or (1,)
+        sizes = [rows, math.prod(columns)] if columns else [rows]
+        keys = jr.split(jr.fold_in(projection.key, number), 2)
+        draw = lambda key, size: (
+            2
+            * jnp.unpackbits(
+                jr.bits(key, (size, -(-projection.dim // 8)), jnp.uint8),
+                axis=1,
+                count=projection.dim,
+            ).astype(float)
+            - 1
+        )
+        signs.append([*map(draw, keys, sizes)])
+    return signs
+
+
 def projected(projection, model, x):
     """The features of examples, from their Jacobians."""
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -36,12 +57,11 @@ def projected(projection, model, x):
 
     @jax.jit
     def run(params, x):
-        leaves = enumerate(jax.tree.leaves(params))
-        return each(params, x), [projection.signs(i, leaf) for i, leaf in leaves]
+        return each(params, x), signs_of(projection, jax.tree.leaves(params))
 
-    slopes, signs_of = jax.device_get(run(params, x))
+    slopes, drawn = jax.device_get(run(params, x))
     total = 0.0
-    for jac, signs in zip(jax.tree.leaves(slopes), signs_of, strict=True):
+    for jac, signs in zip(jax.tree.leaves(slopes), drawn, strict=True):
         jac = jac.reshape(*jac.shape[:2], *(len(y) for y in signs))
         axes = "ab"[: len(signs)]
         terms = "".join(f",{axis}j" for axis in axes)
@@ -102,13 +122,11 @@ def test_projections_are_unbiased():
     @jax.jit
     @jax.vmap
     def estimate(key):
-        projection = Projection(dim, key)
-
-        def of(pair):
-            leaves = enumerate(jnp.asarray(x[None], "float32") for x in pair)
-            return projection.total([projection.of_gradient(*x)[0] for x in leaves])
-
-        return jnp.dot(*map(of, vectors))
+        arrays = [jnp.asarray(x, "float32") for x in vectors[0]]
+        drawn = Projection(dim, key).drawn(arrays)
+        of = lambda pair: drawn.of_gradients([jnp.asarray(x)[None] for x in pair])[0]
+        pairs = [[x.astype("float32") for x in pair] for pair in vectors]
+        return jnp.dot(*map(of, pairs))
 
     estimates = np.asarray(estimate(jr.split(jr.key(0), num)))
     deviation = np.sqrt(single.var() / dim)
@@ -120,11 +138,7 @@ def directions(metric):
     """The projection of each unit gradient: `(parameters, dim)`."""
     num = sum(metric.unravel.sizes)
     units = jax.tree.leaves(jax.vmap(metric.unravel)(jnp.eye(num)))
-    summands = [
-        metric.projected(number, [units[i] for i in part.leaves])
-        for number, part in enumerate(metric.parts)
-    ]
-    return metric.projection.total(summands)
+    return metric.projected.of_gradients(units)
 
 
 def plain_weights(model):
@@ -241,8 +255,8 @@ def test_sparse_variance():
     @jax.vmap
     def estimate(key):
         sketch = Projection(dim, key, kind="sparse", entries=2)
-        of = lambda x: sketch.total([sketch.of_gradient(0, jnp.asarray(x)[None])[0]])
-        return of(x) @ of(y)
+        drawn = sketch.drawn(jnp.asarray(x))
+        return jnp.dot(*(drawn.of_gradients([jnp.asarray(v)[None]])[0] for v in (x, y)))
 
     found = np.asarray(estimate(jr.split(jr.key(0), num)))
     bound = (np.sum(x**2) * np.sum(y**2) + np.sum(x * y) ** 2) / dim

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 import eqxbatch as eb
 from ..conftest import enable_x64
@@ -259,6 +260,17 @@ def compared(program: Program) -> Triples:
     yield "beside products", flat(got), total
     products = np.where(counts != 0, np.asarray(statistics.inner_products), 0)
     yield "products", products, gradients @ flat(direction)
+
+    sketch = eb.Projection(4, jax.random.key(program.seed))
+    micro = eb.filter_micro_grad(
+        loss, accumulator=accumulator, features=sketch, **sizes
+    )
+    got, statistics = micro(params, *data.rows)
+    yield "beside features", flat(got), total
+    features = np.where(counts[:, None] != 0, np.asarray(statistics.features), 0)
+    units = jax.vmap(ravel_pytree(params)[1])(jnp.eye(gradients.shape[1]))
+    drawn = sketch.drawn(params)
+    yield "features", features, gradients @ drawn.of_gradients(jax.tree.leaves(units))
 
     # Batch by batch, of any sizes, among them 0.
     cuts = np.sort(rng.integers(0, program.total + 1, 2))

@@ -1,11 +1,13 @@
 """Random calls of `filter_micro_value_and_grad`, against single gradients."""
 
 import functools
+import math
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.random as jr
 import jax.tree_util as jtu
 import numpy as np
 
@@ -13,6 +15,7 @@ from eqxbatch import (
     filter_micro_grad,
     filter_micro_value_and_grad,
     Mean,
+    Projection,
     Sum,
 )
 from eqxbatch.results import GradientMoments, GradientStatistics
@@ -174,6 +177,7 @@ def draw_gradients(draw: Draw) -> Case:
         "metrics": (lambda g: jnp.sum(g.w)) if draw.flag(0.15) else None,
         "nan_safe": draw.flag(0.1),
         "against": eqx.filter(model, eqx.is_array) if draw.flag(0.2) else None,
+        "features": Projection(4, jr.key(total)) if draw.flag(0.2) else None,
     }
     if not options["metrics"]:
         options["method"] = draw.one_of("auto", "sites", "materialise")
@@ -241,6 +245,9 @@ def draw_gradients(draw: Draw) -> Case:
             _inner_products(each, leaves, len(x), wide, eps)
             if options["against"]
             else None,
+            _features(options["features"], each, leaves, len(x), wide, eps)
+            if options["features"]
+            else None,
         )
         aux = {"x": _padded(widen(x)[:rows, 0], len(x), x.dtype, eps), "name": "aux"}
         if has_value:
@@ -252,6 +259,7 @@ def draw_gradients(draw: Draw) -> Case:
         return first[0] if len(first) == 1 else tuple(first)
 
     flags = ("has_aux", "return_norms", "moments", "metrics", "nan_safe", "against")
+    flags += ("features",)
     asked = [key for key in flags if options[key]]
     text = (
         f"{name} {dtype} 1e{power} n={total} b={size} {text}{clip_text}{count_text} "
@@ -285,6 +293,29 @@ def _padded(each: np.ndarray, total: int, dtype: Any, eps: float) -> Expected:
     missing = np.zeros((total - len(each), *each.shape[1:]))
     values = np.concatenate([each, missing])
     return Expected(values, dtype, tolerance=64.0, eps=eps)
+
+
+def _features(
+    projection: Projection,
+    each: list[np.ndarray],
+    leaves: list,
+    total: int,
+    dtype: Any,
+    eps: float,
+) -> Expected:
+    """The sums of entries times the projections of unit gradients."""
+    flat = np.concatenate([g.reshape(len(g), -1) for g in each], axis=1)
+    starts = np.cumsum([math.prod(g.shape[1:]) for g in each])[:-1]
+    units = np.split(np.eye(flat.shape[1], dtype="float32"), starts, axis=1)
+    shaped = [
+        jnp.asarray(x).reshape(len(x), *leaf.shape)
+        for x, leaf in zip(units, leaves, strict=True)
+    ]
+    matrix = widen(projection.drawn(leaves).of_gradients(shaped))
+    values = np.zeros((total, projection.dim))
+    values[: len(flat)] = flat @ matrix
+    scale = float((np.abs(flat) @ np.abs(matrix)).max(initial=0))
+    return Expected(values, dtype, scale=scale, tolerance=64.0, eps=eps)
 
 
 def _inner_products(

@@ -133,6 +133,36 @@ def clipped(s: Subject) -> Triples:
     yield from _clipped(s, ("auto", "materialise")[s.program.seed % 2])
 
 
+class _Loss(eqx.Module):
+    """The loss of a program as a model, for an estimator."""
+
+    parameters: Any
+    program: Program = eqx.field(static=True)
+
+    def __call__(self, x: Any) -> Any:
+        return self.program.loss(self.parameters, *x)
+
+
+@check
+def features(s: Subject) -> Triples:
+    """Projections of gradients, beside their sum and by the estimator."""
+    if s.is_complex:
+        return
+    seed, num = s.program.seed, s.examples[0].shape[0]
+    kind, method = ("dense", "sparse", "auto")[seed % 3], ("sites", "auto")[seed % 2]
+    sketch = eqxbatch.Projection(6, jax.random.key(seed), kind=kind, entries=2)
+    run = eqxbatch.filter_micro_grad(
+        s.program.loss, features=sketch, method=method, **s.settings
+    )
+    _, statistics = run(s.parameters, *s.examples)
+    units = jax.vmap(s.unravelled)(jnp.eye(sum(x.size for x in s.leaves)))
+    matrix = sketch.drawn(s.leaves).of_gradients(units)
+    flat = jnp.concatenate([g.reshape(num, -1) for g in s.gradients], axis=1)
+    yield kind, statistics.features, flat @ matrix
+    ntk = eqxbatch.EmpiricalNTK(_Loss(s.parameters, s.program), metric=sketch)
+    yield f"{kind} of the estimator", ntk.features(s.examples), flat @ matrix
+
+
 # Kernels.
 
 

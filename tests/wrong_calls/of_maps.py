@@ -279,6 +279,18 @@ GRADIENTS = [
     ),
     Case(
         "filter_micro_grad",
+        lambda: grad(features=64),
+        TypeError,
+        "`features` must be a `Projection` or None; got 64",
+    ),
+    Case(
+        "filter_micro_grad",
+        lambda: grad(features=eqxbatch.Projection(4, jax.random.key(0)), batched=True),
+        ValueError,
+        "`features` is about single examples, but with `batched=True`",
+    ),
+    Case(
+        "filter_micro_grad",
         lambda: grad(transform=3),
         TypeError,
         "`transform` must be Callable",
