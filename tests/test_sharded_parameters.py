@@ -104,6 +104,7 @@ def gradients(model, tokens):
         return_norms=True,
         moments=True,
         against=tangent(model),
+        features=eb.Projection(4, jax.random.key(0)),
     )
     return {
         "accumulated": grad()(model, tokens),

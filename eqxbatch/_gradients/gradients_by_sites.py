@@ -300,13 +300,8 @@ class SiteGradients:
         return sum((x.astype(dtype) for x in products), zeros)
 
     def features(self, at_sites: AbstractFeaturesOfSites) -> Inexact[Array, "n dim"]:
-        """The features of the gradients, from those that are formed anyway or not."""
-        formed = {
-            c.leaf: self.formed[c.leaf] if c.keeps else self._gradients(c.leaf)
-            for c in self.contractions
-            if c.form in ("gradient", "derivative")
-        }
-        return at_sites.of_factors(self.factors, formed)
+        """The features of the gradients, some of which are kept for the sum."""
+        return at_sites.of_factors(self.factors, self.formed)
 
     def weighted_sums(
         self, weights: Sequence[Real[Array, " n"]], is_kept: Array | None

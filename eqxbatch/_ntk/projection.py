@@ -31,6 +31,9 @@ ENTRY_COST = 8
 class Projection(AbstractProjection):
     """A random projection of gradients, as a `metric` of [`eqxbatch.EmpiricalNTK`][].
 
+    It is also what `features` of [`eqxbatch.filter_micro_grad`][] takes, for the
+    projected gradients of examples while training.
+
     Each gradient becomes `dim` numbers, whose inner products estimate those of the
     gradients without bias. With a `metric`, gradients are preconditioned first: the
     inner products estimate `J M J^T`.

@@ -288,7 +288,8 @@ def _choose(
     num_moved = len(sites) * size + 2 * sum(map(_num_viewed, sites))
     once = reading + Cost(4 * size, width * (num_moved + 2 * size))
     twice = reading * 2 + Cost(2 * size, width * (num_moved + size))
-    once, twice = once + features.by_gradient, twice + features.by_gradient
+    # Features form a few gradients at a time, unless these are kept.
+    once, twice = once + features.by_gradient, twice + features.by_factors
     candidates = [Contraction(leaf, "gradient", False, twice)]
     # Gradients are kept for all leaves at the same time, so they must not be much
     # larger than what a backward pass stores anyway, and save some time.

@@ -39,7 +39,7 @@ class AbstractFeaturesOfSites(eqx.Module):
     ) -> Inexact[Array, "n dim"]:
         """The features of some examples.
 
-        - `formed`: gradients that are formed anyway, by leaf.
+        - `formed`: the gradients that are kept, by leaf.
         """
 
 
