@@ -21,7 +21,8 @@ _ON_SEVERAL = contextvars.ContextVar("on several devices", default=False)
 
 def on_devices_of(tree: PyTree) -> contextlib.AbstractContextManager:
     """A context in which programs run on the devices of some arrays."""
-    several = any(map(_is_on_several, filter(eqx.is_array, jtu.tree_leaves(tree))))
+    arrays = (x for x in jtu.tree_leaves(tree) if isinstance(x, jax.Array))
+    several = any(map(_is_on_several, arrays))
     return assigned(_ON_SEVERAL, several or _ON_SEVERAL.get())
 
 
