@@ -37,18 +37,9 @@ pytestmark = pytest.mark.usefixtures("x64")
 FORWARD = [way for way in WAYS if way != "hessian"]
 
 
-@pytest.fixture(params=WAYS)
-def way(request):
-    if request.param == "folx":
-        pytest.importorskip("folx")
-    return request.param
-
-
 @pytest.mark.flags
 @pytest.mark.versions
-@pytest.mark.parametrize(
-    ("way", "sharing"), thinned(FORWARD, ("expand", "reduce")), indirect=["way"]
-)
+@pytest.mark.parametrize(("way", "sharing"), thinned(FORWARD, ("expand", "reduce")))
 def test_factors(way, sharing):
     """Derivatives are further positions of each layer, and meet no bias."""
     model, of_points = network(), points(NUM)
@@ -58,9 +49,7 @@ def test_factors(way, sharing):
     close(got, [tuple(map(jnp.asarray, pair)) for pair in expected])
 
 
-@pytest.mark.parametrize(
-    "way", variants(WAYS, *({*WAYS} - {"vmap", "hessian"})), indirect=True
-)
+@pytest.mark.parametrize("way", variants(WAYS, *({*WAYS} - {"vmap", "hessian"})))
 def test_corrected(way):
     model, of_points = network(), points(NUM)
     fun = residuals(way)
