@@ -122,6 +122,10 @@ class TracedFunction:
 
     def without_repeats(self) -> "TracedFunction":
         """The same function, which computes what depends on leaves once."""
+        # The cotangent of what is merged is a sum. Only linear backward passes return
+        # the same for it as for each of its terms, added up.
+        if not self.backward.is_linear:
+            return self
         other = copy.copy(self)
         other.closed = without_repeats(self.closed, len(self.leaves))
         return other

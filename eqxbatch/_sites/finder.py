@@ -47,7 +47,7 @@ from .plan import (
     run_cond,
     run_scan,
 )
-from .rules import find_rule, PRODUCTS
+from .rules import DENSE_PRODUCTS, find_rule
 from .site import AxisNames, Rule, Site
 from .values import Node, output_nodes, pushforward_of, slope_of
 from .view_rules import extend_view
@@ -176,7 +176,7 @@ class Finder:
         if name_of(eqn) in ("gather", "dynamic_slice"):
             return find_rule(eqn, 0) is not None
         # So does a product with a constant, if it is to count as a use of the leaf.
-        if name_of(eqn) not in PRODUCTS:
+        if name_of(eqn) not in DENSE_PRODUCTS:
             return False
         moved = [i for i, x in enumerate(inputs) if x.varies]
         leaves = {view.leaf for i in moved for view in inputs[i].views}

@@ -418,8 +418,8 @@ def _dynamic_slice(eqn: Eqn, index: int) -> Rule | None:
     return _row_rule("dynamic_slice", op, operand, table, token)
 
 
-# Products of a weight with an operand that is summed over its inputs.
-PRODUCTS = ("dot_general", "conv_general_dilated")
+# Products whose positions all meet the weight, unlike those of groups.
+DENSE_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 _RULES: dict[str, Callable[[Any, int], Rule | None]] = {

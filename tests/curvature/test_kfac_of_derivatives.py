@@ -220,6 +220,28 @@ def test_training():
     assert losses[-1] < 0.15 * losses[0]
 
 
+@jax.custom_vjp
+def normalised(x):
+    return x
+
+
+normalised.defvjp(lambda x: (x, None), lambda _, d: (d / (1 + jnp.abs(d)),))
+
+
+def test_repeats_with_a_nonlinear_backward_pass():
+    """The cotangents of two equal calls are normalised before they are added."""
+    layer = jax.jit(lambda model, x: normalised(model[0] @ x + model[1]))
+
+    def fun(model, x):
+        return jnp.sum(layer(model, x) ** 2) + jnp.sum(jnp.sin(layer(model, x)))
+
+    convex = lambda out, x: out**2 / 2
+    model, x = [jnp.eye(3, 2), jnp.ones(3)], points(NUM)[0]
+    found = filter_kfac(fun, convex, is_block=eqx.is_array)(model, x)
+    exact, _ = filter_ggn(fun, convex, flat=True)(model, x)
+    close(found.blocks[1].matrix, exact[6:, 6:])
+
+
 def test_weights_multiplied_with_each_other():
     fun = lambda model, x: (model[0] @ model[1]) @ x
     model = [jnp.ones((1, 3)), jnp.ones((3, 2))]
