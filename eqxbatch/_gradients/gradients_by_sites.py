@@ -77,11 +77,12 @@ def gradients_by_sites(
     """
     # What depends on types alone is decided here, once for all microbatches. Of the
     # parameters, only structure and shapes matter for groups.
-    costs = None if features is None else lambda table: features.at(table).cost
+    at = None if features is None else functools.cache(features.at)
+    costs = None if at is None else lambda table: at(table).cost
     # Only features need no norms to choose by.
     has_norms = features is None or groups_of is not None
     program, contractions = plan(example, method, costs, has_norms)
-    at_sites = None if features is None else features.at(program.table)
+    at_sites = None if at is None else at(program.table)
     groups = None if groups_of is None else groups_of(example.tree(example.leaves))
 
     def totals(
