@@ -316,31 +316,53 @@ def _moved_last(spec: tuple[int, ...]) -> list[int]:
 
 
 def patches(
-    lhs: Array, kernel: tuple[int, ...], out: tuple[int, ...], params: Params
+    lhs: Array,
+    kernel: Sequence[range],
+    out: Sequence[int],
+    params: Params,
+    *,
+    is_last: bool = False,
 ) -> Array:
     """The patch of each output position: (batch, features, *kernel, *out).
+
+    `kernel` has the entries of the kernel along each axis, in order. If `is_last`,
+    features are the last axis of `lhs`, and the axes are (batch, *out, *kernel,
+    features).
 
     Slices are copied one by one. `jax.lax.conv_general_dilated_patches` uses a grouped
     convolution with a kernel of zeros and ones instead, which is slow on CPUs.
     """
+    batch, sizes = lhs.shape[0], tuple(map(len, kernel))
+    features = lhs.shape[-1 if is_last else 1]
+    shape = (batch, features, *sizes, *out)
+    shape = (batch, *out, *sizes, features) if is_last else shape
     if 0 in out:
-        return jnp.zeros((*lhs.shape[:2], *kernel, *out), lhs.dtype)
+        return jnp.zeros(shape, lhs.dtype)
+
+    def arranged(of_features: Any, of_space: Sequence) -> list:
+        return [*of_space, of_features] if is_last else [of_features, *of_space]
+
     # With gaps and borders written out, each patch is a part of the image.
-    zero = jnp.zeros((), lhs.dtype)
+    zero, nothing = jnp.zeros((), lhs.dtype), (0, 0, 0)
     padding = safe_zip(params["padding"], params["lhs_dilation"])
-    config = [(0, 0, 0), (0, 0, 0), *((lo, hi, dil - 1) for (lo, hi), dil in padding)]
-    lhs = lax.pad(lhs, zero, config)
+    borders = [(lo, hi, dil - 1) for (lo, hi), dil in padding]
+    lhs = lax.pad(lhs, zero, [nothing, *arranged(nothing, borders)])
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     slices = []
-    for offset in itertools.product(*map(range, kernel)):
+    for offset in itertools.product(*kernel):
         # All that this entry of the kernel meets: one pixel for each output position.
         start = [k * step for k, step in safe_zip(offset, dilation)]
         limit = [
             first + (num - 1) * stride + 1
             for first, num, stride in safe_zip(start, out, strides)
         ]
-        slices.append(
-            lax.slice(lhs, (0, 0, *start), (*lhs.shape[:2], *limit), (1, 1, *strides))
+        start, limit, steps = (
+            arranged(of_features, of_space)
+            for of_features, of_space in (
+                (0, start),
+                (features, limit),
+                (1, strides),
+            )
         )
-    stacked = jnp.stack(slices, axis=2)
-    return stacked.reshape(*lhs.shape[:2], *kernel, *out)
+        slices.append(lax.slice(lhs, [0, *start], [batch, *limit], [1, *steps]))
+    return jnp.stack(slices, axis=-2 if is_last else 2).reshape(shape)

@@ -15,6 +15,7 @@ import opt_einsum
 from jaxtyping import Array
 
 from .._base.dtypes import is_inexact
+from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .axes import Axes, axes_in, Axis, Named, SHARED
 
@@ -170,8 +171,18 @@ def _without_lone_axes(terms: Sequence[Named], out: Axes) -> list[Named]:
         left = tuple(axis for i, axis in enumerate(axes) if i not in alone)
         # A sum over no axes is an equation, too, and widens integers.
         is_sum = alone or not is_inexact(x)
-        summed.append(Named(jnp.sum(x, axis=tuple(alone)) if is_sum else x, left))
+        summed.append(Named(_summed(x, alone) if is_sum else x, left))
     return summed
+
+
+def _summed(x: Array, axes: Sequence[int]) -> Array:
+    """The sum over some axes."""
+    kept = [axis for axis in range(x.ndim) if axis not in axes]
+    if platform().channels_last and len(kept) > 1 and axes and min(axes) > max(kept):
+        # XLA would write images with their channels first to add up their pixels.
+        x = jnp.moveaxis(x, kept[-1], -1)
+        axes = [axis - 1 for axis in axes]
+    return jnp.sum(x, axis=tuple(axes))
 
 
 class _Path(NamedTuple):

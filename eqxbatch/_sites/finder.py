@@ -527,10 +527,19 @@ def moved_rule(rule: Rule, value: View) -> Rule:
         y = rule.op(a, w).reshape([shape[i] for i in order])
         return jnp.transpose(y, sorted(range(len(order)), key=order.__getitem__))
 
+    def before(d: Array) -> Array:
+        return jnp.transpose(d, order).reshape(value.shape)
+
+    forming = rule.forming
+    if forming is not None:
+        cotangent = forming.cotangent
+        moved = lambda d: cotangent(before(d))
+        forming = dataclasses.replace(forming, cotangent=moved)
     return dataclasses.replace(
         rule,
         op=op,
-        arrange=lambda d: rule.arrange(jnp.transpose(d, order).reshape(value.shape)),
+        arrange=lambda d: rule.arrange(before(d)),
         outputs=tuple(named),
+        forming=forming,
         key=f"{rule.key} moved by {axes} of {shape}",
     )

@@ -20,7 +20,7 @@ from .._base.platforms import platform
 from .._base.trees import safe_zip
 from .axes import axes_in, EXAMPLE, Role
 from .contract import aligned, contract
-from .factors import Factor, Factors, has_weights, scale_of
+from .factors import Factor, Factors, has_weights, scale_of, SiteFactors
 from .site import axes_of, has_named_axes, positions, Site
 from .views import Values
 
@@ -207,6 +207,9 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
             transposed = jax.vmap(transposed, axes)
         return transposed(a.array, d.array)
 
+    a, d, which = moved_factors(site, factors)
+    site = site.formed
+
     def form(a: Factor | None, d: Factor) -> Array:
         operands = [a] if which is None else [a, which]
         part = Factors(operands, [d], factors.outputs, values=factors.values)
@@ -218,11 +221,14 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     # examples at a time: as many as keep them no larger than the input, the cotangents
     # of several outputs, or what the platform allows. (On a mesh, this would gather the
     # same examples from all devices, so all patches are computed at once.)
-    num, patches = factors.num, math.prod(site.sizes[name] for name in site.a_axes)
-    outputs = math.prod(d.shape_of_one(num_outputs))
+    num, outputs = factors.num, math.prod(d.shape_of_one(num_outputs))
     allowed = platform().patch_bytes / a.array.dtype.itemsize
-    at_a_time = int(max(a.array.size * outputs, allowed) / max(patches, 1))
-    if at_a_time >= num:
+    patched = lambda axes: math.prod(site.sizes[name] for name in axes)
+    entries = lambda x: num * math.prod(x.shape_of_one())
+    of_a = max(outputs * entries(a), allowed) / max(patched(site.a_axes), 1)
+    of_d = max(entries(d), allowed) / max(outputs * patched(site.d_axes), 1)
+    at_a_time = int(min(of_a, of_d))
+    if at_a_time >= num or 0 in d.array.shape:
         return form(a, d)
     # A remainder would be compiled separately.
     fitting = (i for i in range(at_a_time, at_a_time // 2, -1) if num % i == 0)
@@ -237,6 +243,15 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
 
     rows = tuple(factor.array if factor.has_examples else None for factor in (a, d))
     return jax.lax.map(one, rows, batch_size=at_a_time)
+
+
+def moved_factors(site: Site, factors: Factors) -> SiteFactors:
+    """The factors from which `site.formed` forms the gradient."""
+    a, d, which = factors.of(site)
+    # This is done for all examples at once, whose factors may be in memory like this.
+    a = None if a is None else a.vmap(site.moved_operand)
+    d = d.vmap(site.moved_cotangent, len(factors.outputs))
+    return SiteFactors(a, d, which)
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:

@@ -6,7 +6,6 @@ gradient is the sum over all axes that `w` does not have.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Integer
 
-from .._base.cpu import patches
 from .._base.dtypes import is_complex
 from .._base.jaxpr_types import Eqn
 from .._base.jaxprs import literal
@@ -24,6 +22,7 @@ from .._base.primitives import SUMS
 from .._base.ragged import groups_of_rows, product_with_groups, RaggedAxes
 from .._base.structs import full_varying_as
 from .._base.trees import safe_zip
+from .convolution import convolved_kernel
 from .site import AxisNames, leaf_rule, numbered, Rule, sizes_by_name
 from .views import Values
 
@@ -167,67 +166,6 @@ def _select(eqn: Eqn, index: int) -> Rule | None:
         op=lambda a, w: a * w,
         operand=operand,
         a_axes=rule.d_axes if which.shape else (),
-    )
-
-
-def _convolved_kernel(eqn: Eqn, index: int) -> Rule | None:
-    """A convolution whose kernel is a parameter, as a product with patches.
-
-    The axes are the `n` examples of the convolution itself, the groups `g`, inputs `i`
-    and outputs `o` of each group, positions `t` of the output, and entries `k` of the
-    kernel in space. The operand is the input; expanded, it has a patch for each `t`.
-
-    For 3 inputs, 8 outputs and a kernel of 5 by 5 on images of 28 by 28, the patches
-    have the axes `(n, i, k0, k1, t0, t1)` of the sizes `(1, 3, 5, 5, 24, 24)`, and the
-    gradient is `einsum("niklst,nost->oikl", patches, d)`.
-    """
-    params = eqn.params
-    # As the first input, or in groups along the batch as in the derivative of a
-    # convolution, a parameter is no kernel of patches.
-    if index != 1 or params["batch_group_count"] != 1:
-        return None
-    lhs_shape, rhs_shape, out_shape = _shapes(eqn)
-    numbers = params["dimension_numbers"]
-    groups = params["feature_group_count"]
-    lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    # Sizes in space, in the order that the convolution has them in.
-    kernel = tuple(rhs_shape[axis] for axis in rhs_spec[2:])
-    out = tuple(out_shape[axis] for axis in out_spec[2:])
-    kernel_axes, out_axes = numbered("k", len(kernel)), numbered("t", len(out))
-    # Axes of size 1 would lead to slower products, so one group has no axis.
-    grouped = ("g",) if groups > 1 else ()
-    features = lhs_shape[lhs_spec[1]] // groups
-    outputs = rhs_shape[rhs_spec[0]] // groups
-    batch = lhs_shape[lhs_spec[0]]
-    # Of the kernel and the output, any axis may be that of features. With groups, it
-    # has two names, because it is both.
-    named = lambda spec, *names: [names[spec.index(axis)] for axis in range(len(spec))]
-    of_w = named(rhs_spec, (*grouped, "o"), ("i",), *safe_zip(kernel_axes))
-    of_y = named(out_spec, ("n",), (*grouped, "o"), *safe_zip(out_axes))
-    lead = (batch, groups) if groups > 1 else (batch,)
-
-    # Patches and cotangents have one order of axes, whatever the convolution's own.
-    def expand(lhs: Array) -> Array:
-        seen = patches(jnp.transpose(lhs, lhs_spec), kernel, out, params)
-        return seen.reshape(*lead, features, *kernel, *out)
-
-    def arrange(d: Array) -> Array:
-        return jnp.transpose(d, out_spec).reshape(*lead, outputs, *out)
-
-    sizes = {"n": batch, "g": groups, "i": features, "o": outputs}
-    sizes |= sizes_by_name(kernel_axes, kernel) | sizes_by_name(out_axes, out)
-    return Rule(
-        kind="conv_general_dilated",
-        op=_binary_op(eqn, index),
-        operand=lambda ins: ins[0],
-        a_axes=("n", *grouped, "i", *kernel_axes, *out_axes),
-        d_axes=("n", *grouped, "o", *out_axes),
-        w_axes=tuple(itertools.chain.from_iterable(of_w)),
-        sizes=sizes,
-        expand=expand,
-        arrange=arrange,
-        splits=groups > 1,
-        outputs=tuple(of_y),
     )
 
 
@@ -424,7 +362,7 @@ DENSE_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 _RULES: dict[str, Callable[[Any, int], Rule | None]] = {
     "dot_general": _dot_general,
-    "conv_general_dilated": _convolved_kernel,
+    "conv_general_dilated": convolved_kernel,
     "mul": _elementwise,
     "div": _elementwise,
     **dict.fromkeys(SUMS, _elementwise),

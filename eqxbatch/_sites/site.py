@@ -79,6 +79,7 @@ class Rule:
     - `is_of_inverse`: whether `w` is one over the input of the equation.
     - `outputs`: the names of each axis of `y` in `d_axes`, if there is not one for
         each.
+    - `forming`: a cheaper contraction by which the gradient is formed, if there is one.
     - `key`: equal for two rules that are the same function.
     """
 
@@ -100,6 +101,7 @@ class Rule:
     splits: bool = False
     is_of_inverse: bool = False
     outputs: tuple[AxisNames, ...] | None = None
+    forming: "Forming | None" = None
     key: str = ""
 
     def __repr__(self) -> str:
@@ -117,6 +119,20 @@ class Rule:
         if self.outputs is not None:
             return self.outputs
         return tuple((name,) for name in self.d_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forming:
+    """Another contraction with the same gradient as that of a rule.
+
+    - `rule`: has the same `w_axes`, and factors with other axes.
+    - `operand`, `cotangent`: functions that order the axes of the factors as the rule
+        takes them. This is done for all examples at once.
+    """
+
+    rule: Rule
+    operand: Callable[[Array], Array]
+    cotangent: Callable[[Array], Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +181,22 @@ class Site:
     def takes_real_part(self) -> bool:
         """Whether the leaf is real, and its gradient a real part."""
         return self.is_complex and not self.view.is_complex
+
+    @property
+    def formed(self) -> "Site":
+        """The site whose factors its gradient is formed from, once they are moved."""
+        forming = self.rule.forming
+        return self if forming is None else dataclasses.replace(self, rule=forming.rule)
+
+    def moved_operand(self, a: Array) -> Array:
+        """The operand that `formed` has."""
+        forming = self.rule.forming
+        return a if forming is None else self._in_loops(forming.operand)(a)
+
+    def moved_cotangent(self, d: Array) -> Array:
+        """The cotangent that `formed` has."""
+        forming = self.rule.forming
+        return d if forming is None else self._in_loops(forming.cotangent)(d)
 
     def within(self, loop: Loop) -> "Site":
         """The site in the body of a `scan`."""

@@ -133,6 +133,11 @@ class Sites:
     def is_used(self, leaf: int) -> bool:
         return bool(self._table.of(leaf))
 
+    def formed_from(self, leaf: int) -> tuple[str, str]:
+        """The axes of the operand and the cotangent that a gradient is formed from."""
+        (found,) = self._table.of(leaf)
+        return " ".join(found.formed.a_axes), " ".join(found.formed.d_axes)
+
     def has_products(self, leaf: int) -> bool:
         """Whether norms and kernels of a leaf follow from its factors."""
         sites = self._table.of(leaf)
