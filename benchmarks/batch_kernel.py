@@ -104,7 +104,8 @@ def on_digits(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any], Works]
         flat = [temporaries_of(blocked[OURS], n) for n in (2048, 8192)]
         at_once = temporaries_of(dense, 2048) or 1
         title = f"{name}, {len(x):,} digits by {size}"
-        works[title] = whole(flops[name], x), seconds
+        done = harness.explained(whole(flops[name], x), programs[OURS])
+        works[title] = done, seconds
         for way in (DENSE, "every block"):
             lines.append(f"| {title} | {way} | {found[way]:.2f} |")
             title = ""
@@ -139,7 +140,8 @@ def beside_estimators(
         found, seconds = ratios(programs, 5 if quick else 25)
         ratio = found["EmpiricalNTK"]
         title = f"{name}, {len(x):,} examples by {size}"
-        works[title] = whole(of_ntk(model, x, size), x), seconds
+        done = harness.explained(whole(of_ntk(model, x, size), x), programs[OURS])
+        works[title] = done, seconds
         lines.append(f"| {title} | `EmpiricalNTK(block_size={size})` | {ratio:.2f} |")
         figures[f"{name}, own blocks"] = {"seconds": seconds, "ratio": ratio}
         title = f"{name}: time, of the estimator's own blocks"
@@ -205,7 +207,8 @@ def reductions(quick: bool) -> tuple[list[str], list[Bar], dict[str, Any], Works
         # Each entry is multiplied and added, if anything is done with it.
         flops = of_blocks(x, size) + (2.0 * n**2 if more else 0.0)
         results = num_bytes(v) if more else 8.0 * n * _LARGEST
-        works[title] = Work(flops, num_bytes(x, more) + results), seconds
+        done = Work(flops, num_bytes(x, more) + results)
+        works[title] = harness.explained(done, programs[OURS]), seconds
         for way in ("by hand", "every block"):
             lines.append(f"| {title} | {way} | {found[way]:.2f} |")
             title = ""
@@ -237,7 +240,8 @@ def beside_peer() -> tuple[list[str], list[Bar], dict[str, Any], Works]:
     lines = [f"| {title} | neural_tangents.batch | {ratio:.2f} |"]
     name = "analytic NTK: time, of neural_tangents.batch"
     figures = {"analytic": {"seconds": seconds, "ratio": ratio}}
-    works: Works = {title: (whole(of_blocks(x, size), x), seconds)}
+    done = harness.explained(whole(of_blocks(x, size), x), programs[OURS])
+    works: Works = {title: (done, seconds)}
     return lines, [Bar(name, 1 / ratio, 0.5, is_time=True)], figures, works
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from eqxbatch._base.compiler_options import memory_options
-from . import limit
+from . import limit, profiled
 
 
 OURS = "eqxbatch"
@@ -88,6 +88,7 @@ class Row:
     time_ratio: float
     memory_ratio: float
     is_unbounded: bool
+    profile: profiled.Profile | None = None
 
 
 def rates() -> limit.Rates:
@@ -148,7 +149,12 @@ def measure(
         ]
         if all(bar.holds for bar in bars_of(case, rows) if bar.is_time):
             break
-    return rows
+    ours = compiled[OURS]
+    found = profiled.profile(lambda: ours(*case.args))
+    return [
+        dataclasses.replace(row, profile=found if row.way == OURS else None)
+        for row in rows
+    ]
 
 
 # A system takes freed memory of this size back, and whatever runs next pays for pages.
@@ -311,6 +317,21 @@ def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -
     (folder / f"{name}.md").write_text(text + "\n")
 
 
+def explained(
+    work: limit.Work | limit.NoLimit, call: Callable[[], Any]
+) -> limit.Work | limit.NoLimit:
+    """Work whose reason, unless it has one, is where the time of a call goes."""
+    return _with_reason(work, profiled.profile(call) if _judges_times else None)
+
+
+def _with_reason(
+    work: limit.Work | limit.NoLimit, profile: profiled.Profile | None
+) -> limit.Work | limit.NoLimit:
+    if profile is None or isinstance(work, limit.NoLimit) or work.reason:
+        return work
+    return profile.explain(work)
+
+
 def results(
     measured: list[tuple[Case, list[Row]]],
     bars: list[Bar],
@@ -327,7 +348,7 @@ def results(
     where = machine()
     shares = limit.Shares.of(
         {
-            case.title: (case.work, row.seconds)
+            case.title: (_with_reason(case.work, row.profile), row.seconds)
             for case, rows in measured
             for row in rows
             if row.way == OURS
@@ -336,7 +357,9 @@ def results(
     )
     figures = {
         "machine": where,
-        "cases": {case.title: [vars(row) for row in rows] for case, rows in measured},
+        "cases": {
+            case.title: [*map(dataclasses.asdict, rows)] for case, rows in measured
+        },
         "limit": shares.figures,
         "bars": [{**vars(bar), "holds": bar.holds} for bar in bars],
     }

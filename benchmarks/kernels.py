@@ -292,7 +292,8 @@ def run_quickly() -> tuple[dict[str, Any], str, list[Bar]]:
         programs = {OURS: lambda p=program: timed(p)}
         programs[JACOBIANS] = lambda p=other: timed(p)
         found, taken = ratios(programs, 5)
-        ratio, seconds[job.title] = found[JACOBIANS], (work_of(job), taken)
+        ratio = found[JACOBIANS]
+        seconds[job.title] = harness.explained(work_of(job), program), taken
         lines.append(f"| {job.title} | {ratio:.2f} | {other_flops / flops:.2f} |")
         name = f"{job.title}: time, of the Jacobian's"
         bars.append(Bar(name, 1 / ratio, 1.0, is_time=True))
@@ -320,7 +321,7 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
         found, seconds = ratios(programs, 9 if job.block is None else 3)
         print(f"{job.title}: {found}", flush=True)
         figures[job.title] = {"seconds": seconds, "flops": flops, "ratios": found}
-        shares[job.title] = work_of(job), seconds
+        shares[job.title] = harness.explained(work_of(job), program), seconds
         title = job.title
         for name, theirs in peers.items():
             compared = "" if theirs is None else f"{theirs / flops:.2f}"

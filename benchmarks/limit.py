@@ -33,13 +33,16 @@ class Work:
     - `flops`: the FLOPs of its products.
     - `bytes`: the bytes of its inputs and results.
     - `precision`: one of `PRECISIONS`, in which it multiplies.
-    - `reason`: what a profile shows if the job takes more than twice the limit.
+    - `reason`: why the job takes more than twice the limit, if it does: the kinds of
+        operations that its time goes to.
+    - `products`: the share of products in that time, if it was measured.
     """
 
     flops: float
     bytes: float
     precision: str = "default"
     reason: str = ""
+    products: float = 0.0
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
@@ -180,10 +183,21 @@ class Shares:
                     title
                 )
             elif share.is_far:
-                reason = share.work.reason or "for no known reason"
-                why.setdefault(f"Below a half, {reason}", []).append(title)
+                why.setdefault(f"Below a half, {self._reason(share)}", []).append(title)
         lists = [f"- {reason}: {'; '.join(titles)}." for reason, titles in why.items()]
         return "\n\n".join([*lines, *(["\n".join(lists)] if lists else [])])
+
+    def _reason(self, share: Share) -> str:
+        work = share.work
+        if not isinstance(work, Work) or not work.reason:
+            return "for no known reason"
+        if not work.products:
+            return work.reason
+        seconds = work.flops / self.rates.flops[work.precision]
+        rate = seconds / (work.products * share.seconds)
+        # Programs may compute less than is counted.
+        shown = f", at {rate:.2f} of the rate of a large one" if rate < 1 else ""
+        return f"its time goes to {work.reason}{shown and f' (products{shown})'}"
 
     @property
     def _meaning(self) -> str:

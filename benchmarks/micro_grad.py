@@ -291,7 +291,6 @@ LIMITS = {
     "b": {PLAIN: 2.0, "optax micro_grad": 1 / 100},
 }
 BEST = {"d": 1 / 3, "f": 1 / 3}
-PATCHES = "because the patches of images are most of the work"
 
 
 def cases(quick: bool) -> list[Case]:
@@ -310,7 +309,6 @@ def cases(quick: bool) -> list[Case]:
                 Work(
                     work.clipped(products, num),
                     moved,
-                    reason=PATCHES if name == "c" else "",
                 ),
                 unbounded=(PLAIN,),
                 best_memory=None,

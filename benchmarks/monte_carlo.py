@@ -236,7 +236,8 @@ def run_beside_peer() -> tuple[dict[str, Any], str, list[Bar]]:
             "ratios": found,
             "difference": dict(zip(KINDS, off.tolist(), strict=True)),
         }
-        shares[job.title] = work_of(job, x), seconds
+        run = lambda: make_kernel(init, job.num)(x)
+        shares[job.title] = harness.explained(work_of(job, x), run), seconds
         lines += rows(job, found)
         jax.clear_caches()
     peer.close()

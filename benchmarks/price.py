@@ -20,7 +20,6 @@ from .micro_grad import (
     CNN,
     cross_entropy,
     Dense,
-    PATCHES,
     Recurrent,
 )
 
@@ -120,7 +119,6 @@ def cases(quick: bool) -> Iterator[Case]:
             Work(
                 work.clipped(products, num),
                 num_bytes(arrays, data, arrays),
-                reason=PATCHES if isinstance(model, CNN) else "",
             ),
             unbounded=(ACCUMULATED,),
             best_memory=None,
@@ -171,7 +169,6 @@ def feature_cases(quick: bool) -> Iterator[Case]:
             Work(
                 work.projected(products, num, DIM),
                 num_bytes(arrays, data, arrays),
-                reason=PATCHES if isinstance(model, CNN) else "",
             ),
             unbounded=(ACCUMULATED,),
             best_memory=None,
