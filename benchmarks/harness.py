@@ -80,7 +80,10 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The measurements of one way to do a job."""
+    """The measurements of one way to do a job.
+
+    - `spent`: for eqxbatch, the shares of its time by the kind of operation.
+    """
 
     way: str
     seconds: float
@@ -88,7 +91,7 @@ class Row:
     time_ratio: float
     memory_ratio: float
     is_unbounded: bool
-    profile: profiled.Profile | None = None
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def rates() -> limit.Rates:
@@ -152,8 +155,7 @@ def measure(
     ours = compiled[OURS]
     found = profiled.profile(lambda: ours(*case.args))
     return [
-        dataclasses.replace(row, profile=found if row.way == OURS else None)
-        for row in rows
+        dataclasses.replace(row, spent=found if row.way == OURS else {}) for row in rows
     ]
 
 
@@ -320,16 +322,16 @@ def write(folder: pathlib.Path, name: str, results: dict[str, Any], text: str) -
 def explained(
     work: limit.Work | limit.NoLimit, call: Callable[[], Any]
 ) -> limit.Work | limit.NoLimit:
-    """Work whose reason, unless it has one, is where the time of a call goes."""
-    return _with_reason(work, profiled.profile(call) if _judges_times else None)
+    """Work with where the time of a call goes."""
+    return _with_spent(work, profiled.profile(call) if _judges_times else {})
 
 
-def _with_reason(
-    work: limit.Work | limit.NoLimit, profile: profiled.Profile | None
+def _with_spent(
+    work: limit.Work | limit.NoLimit, spent: dict[str, float]
 ) -> limit.Work | limit.NoLimit:
-    if profile is None or isinstance(work, limit.NoLimit) or work.reason:
+    if isinstance(work, limit.NoLimit):
         return work
-    return profile.explain(work)
+    return dataclasses.replace(work, spent=spent)
 
 
 def results(
@@ -348,7 +350,7 @@ def results(
     where = machine()
     shares = limit.Shares.of(
         {
-            case.title: (_with_reason(case.work, row.profile), row.seconds)
+            case.title: (_with_spent(case.work, row.spent), row.seconds)
             for case, rows in measured
             for row in rows
             if row.way == OURS

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 
 COLUMN = "of the limit"
+PRODUCTS = "products"
 # Rows below this have a reason.
 CLOSE = 0.5
 # As JAX names them: of a GPU, they have different units. Of a CPU, they are the same.
@@ -33,16 +34,15 @@ class Work:
     - `flops`: the FLOPs of its products.
     - `bytes`: the bytes of its inputs and results.
     - `precision`: one of `PRECISIONS`, in which it multiplies.
-    - `reason`: why the job takes more than twice the limit, if it does: the kinds of
-        operations that its time goes to.
-    - `products`: the share of products in that time, if it was measured.
+    - `reason`: why the job takes more than twice the limit, if it does.
+    - `spent`: the shares of its time by the kind of operation, if there is no reason.
     """
 
     flops: float
     bytes: float
     precision: str = "default"
     reason: str = ""
-    products: float = 0.0
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
@@ -189,15 +189,21 @@ class Shares:
 
     def _reason(self, share: Share) -> str:
         work = share.work
-        if not isinstance(work, Work) or not work.reason:
-            return "for no known reason"
-        if not work.products:
-            return work.reason
+        assert isinstance(work, Work)
+        if work.reason or not work.spent:
+            return work.reason or "for no known reason"
+        kinds = sorted(work.spent.items(), key=lambda item: -item[1])
+        products = work.spent.get(PRODUCTS, 0.0)
         seconds = work.flops / self.rates.flops[work.precision]
-        rate = seconds / (work.products * share.seconds)
-        # Programs may compute less than is counted.
-        shown = f", at {rate:.2f} of the rate of a large one" if rate < 1 else ""
-        return f"its time goes to {work.reason}{shown and f' (products{shown})'}"
+        shown = []
+        for kind, part in kinds[:3]:
+            text = f"{part:.0%} on {kind}"
+            if kind == PRODUCTS:
+                # Programs may compute less than is counted.
+                rate = min(seconds / (products * share.seconds), 1.0)
+                text += f" at {rate:.2f} of the rate of a large one"
+            shown.append(text)
+        return f"of its time {', '.join(shown)}"
 
     @property
     def _meaning(self) -> str:

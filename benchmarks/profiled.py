@@ -1,7 +1,6 @@
 """Where the time of a program goes: the shares of its operations, by kind."""
 
 import collections
-import dataclasses
 import pathlib
 import re
 import tempfile
@@ -13,11 +12,11 @@ import jax
 from . import limit
 
 
-PRODUCTS, OTHER = "products", "moving data"
+OTHER = "moving data"
 # What the operations of a program are said to be, in the order in which they are asked
 # for: what contains a product is one.
 _KINDS = {
-    PRODUCTS: ("dot", "convolution", "custom-call", "ragged-dot"),
+    limit.PRODUCTS: ("dot", "convolution", "custom-call", "ragged-dot"),
     "sorting": ("sort", "topk"),
     "lookups": ("gather", "scatter"),
     "sums": ("reduce", "reduce-window"),
@@ -32,25 +31,13 @@ _KINDS = {
 _CONTAINERS = ("while", "conditional", "call")
 
 
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """The time of a program by the kind of its operations, as shares of the whole."""
+def profile(call: Callable[[], Any], rounds: int = 3) -> dict[str, float]:
+    """The shares of the time of all programs that `call` runs, by kind of operation.
 
-    shares: dict[str, float]
+    They are empty if JAX's profiler saw none.
 
-    def explain(self, work: limit.Work) -> limit.Work:
-        """The work with a reason: the kinds with at least a tenth of the time."""
-        kinds = sorted(self.shares.items(), key=lambda item: -item[1])
-        named = [f"{kind} {share:.0%}" for kind, share in kinds if share >= 0.1]
-        share = self.shares.get(PRODUCTS, 0.0)
-        return dataclasses.replace(work, reason=", ".join(named), products=share)
-
-
-def profile(call: Callable[[], Any], rounds: int = 3) -> Profile | None:
-    """That of all programs that `call` runs; None if JAX's profiler saw none.
-
-    It was called before, so that everything is compiled. Of a fusion, all counts for
-    the first kind that it contains.
+    `call` ran before, so that everything is compiled. A fusion counts for the first
+    kind that it contains.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -61,14 +48,14 @@ def profile(call: Callable[[], Any], rounds: int = 3) -> Profile | None:
             spent += _seconds_by_operation(
                 jax.profiler.ProfileData.from_file(str(path))
             )
-    kinds = _kinds_of_operations({module for module, _ in spent})
+    kinds = _kinds_of_operations(spent)
     shares: collections.Counter[str] = collections.Counter()
     for operation, seconds in spent.items():
         kind = kinds.get(operation, OTHER)
         if kind is not None:
             shares[kind] += seconds
     total = sum(shares.values())
-    return Profile({kind: x / total for kind, x in shares.items()}) if total else None
+    return {kind: x / total for kind, x in shares.items()} if total else {}
 
 
 def _seconds_by_operation(data: Any) -> "collections.Counter[tuple[str, str]]":
@@ -84,18 +71,30 @@ def _seconds_by_operation(data: Any) -> "collections.Counter[tuple[str, str]]":
     return spent
 
 
-def _kinds_of_operations(modules: Iterable[str]) -> dict[tuple[str, str], str | None]:
-    """The kind of each operation of the compiled programs with some names.
+def _kinds_of_operations(
+    found: Iterable[tuple[str, str]],
+) -> dict[tuple[str, str], str | None]:
+    """The kind of each operation, by the names of module and operation.
 
     None is for what contains other operations.
     """
-    kinds: dict[tuple[str, str], str | None] = {}
+    names: dict[str, set[str]] = {}
+    for module, operation in found:
+        names.setdefault(module, set()).add(operation)
+    # Several programs can have one name: that which has all operations, and few others.
+    programs: dict[str, dict[str, str | None]] = {}
     for executable in jax.devices()[0].client.live_executables():
         for module in executable.hlo_modules():
-            if module.name in modules:
-                found = _kinds_in(module.to_string())
-                kinds |= {(module.name, name): kind for name, kind in found.items()}
-    return kinds
+            kinds = _kinds_in(module.to_string()) if module.name in names else {}
+            best = programs.get(module.name)
+            is_smaller = best is None or len(kinds) < len(best)
+            if is_smaller and names.get(module.name, {""}) <= kinds.keys():
+                programs[module.name] = kinds
+    return {
+        (module, name): kind
+        for module, kinds in programs.items()
+        for name, kind in kinds.items()
+    }
 
 
 _EQUATION = re.compile(r"^\s*(?:ROOT )?%(\S+) = .*? ([a-z][a-z0-9-]*)\(", re.MULTILINE)
