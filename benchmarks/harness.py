@@ -94,9 +94,22 @@ class Row:
     spent: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+_rates: list[limit.Rates] = []
+
+
 def rates() -> limit.Rates:
-    """Those of this machine, if times are judged."""
-    return limit.measured(7 if _judges_times else 0)
+    """The highest rates of this machine so far in this run, if times are judged.
+
+    They are measured again after each job, because a shared machine is not always as
+    fast.
+    """
+    if not _judges_times:
+        return limit.measured(0)
+    _rates.append(limit.measured(3))
+    return limit.Rates(
+        {name: max(x.flops[name] for x in _rates) for name in limit.PRECISIONS},
+        max(x.bytes for x in _rates),
+    )
 
 
 def compile_ways(case: Case) -> dict[str, Any]:
@@ -152,6 +165,7 @@ def measure(
         ]
         if all(bar.holds for bar in bars_of(case, rows) if bar.is_time):
             break
+    rates()
     ours = compiled[OURS]
     found = profiled.profile(lambda: ours(*case.args))
     return [

@@ -201,7 +201,7 @@ def run(quick: bool) -> tuple[dict[str, Any], str, list[Bar]]:
     """The figures as JSON, the table for the docs, and the bars."""
     measured, bars = [], []
     for case in itertools.chain(cases(quick), feature_cases(quick)):
-        rows = measure(case, rounds=2 if quick else 15)
+        rows = measure(case, rounds=2 if quick else 7)
         measured.append((case, rows))
         bars += bars_of(case, rows)
     return *results(measured, bars, lines=table(measured)), bars
