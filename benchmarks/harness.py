@@ -165,7 +165,7 @@ def measure(
         ]
         if all(bar.holds for bar in bars_of(case, rows) if bar.is_time):
             break
-    rates()
+    rates()  # They are measured after each job.
     ours = compiled[OURS]
     found = profiled.profile(lambda: ours(*case.args))
     return [

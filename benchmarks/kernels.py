@@ -268,7 +268,7 @@ def ratios(
             few = len(times[name]) < 2
             if few or not harness.is_slow(times[name], times[OURS]):
                 times[name].append(programs[name]())
-    harness.rates()
+    harness.rates()  # They are measured after each job.
     found = {
         name: statistics.median(a / b for a, b in zip(own, times[OURS], strict=False))
         for name, own in times.items()

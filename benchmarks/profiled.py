@@ -16,7 +16,8 @@ OTHER = "moving data"
 # What the operations of a program are said to be, in the order in which they are asked
 # for: what contains a product is one.
 _KINDS = {
-    limit.PRODUCTS: ("dot", "convolution", "custom-call", "ragged-dot"),
+    limit.PRODUCTS: ("dot", "convolution", "ragged-dot"),
+    "calls of libraries": ("custom-call",),
     "sorting": ("sort", "topk"),
     "lookups": ("gather", "scatter"),
     "sums": ("reduce", "reduce-window"),

@@ -1,7 +1,6 @@
 """Dtypes of sums, scaling against overflow, and complex numbers as pairs."""
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -16,11 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .branches import unless_any
-from .cpu import in_turn
 from .jaxpr_types import DType, Value
-from .mesh import is_on_mesh
-from .platforms import platform
 from .trees import safe_zip
 
 
@@ -244,7 +239,7 @@ def squares_in_range(arrays: Sequence[Inexact[Array, "_ ..."]]) -> list[Squares]
     The entries are squared as they are, scaled up, and scaled down. Values are from 1
     to 4, or zero, so that they can be multiplied.
     """
-    norms = _norms_of_scaled([*map(_real, arrays)])
+    norms = [*map(_norms_of_scaled, arrays)]
     alike: dict[tuple, list[int]] = {}
     for i, (plain, *_) in enumerate(norms):
         alike.setdefault((plain.dtype, plain.shape), []).append(i)
@@ -263,45 +258,14 @@ def squares_in_range(arrays: Sequence[Inexact[Array, "_ ..."]]) -> list[Squares]
     return [squares[i] for i, _ in enumerate(norms)]
 
 
-def _real(x: Inexact[Array, "n ..."]) -> Real[Array, "n ..."]:
-    """Real numbers with the same squares, in at least float32."""
-    x = widened(x)
-    return jnp.abs(x) if is_complex(x) else x
-
-
-class _NormsOfScaled(NamedTuple):
+def _norms_of_scaled(x: Inexact[Array, "n ..."]) -> list[Real[Array, " n"]]:
     """The squared norm of each example as it is, scaled up, and scaled down."""
-
-    plain: Real[Array, " n"]
-    small: Real[Array, " n"]
-    large: Real[Array, " n"]
-
-
-def _norms_of_scaled(arrays: list[Real[Array, "_ ..."]]) -> list[_NormsOfScaled]:
-    """The last two of each are only right if some plain square is out of range."""
-    plain = [*map(squared_norm, arrays)]
-
-    def scaled() -> list[Array]:
-        norms: list[Array] = []
-        for x in arrays:
-            # One after the other, because XLA may write what it squares.
-            x, *norms = in_turn([x, *norms])
-            up, down = _factors_into_range(x.dtype)
-            # Derivatives multiply what is not chosen by zero, so it must be finite.
-            small = jnp.clip(x * up, -up, up)
-            norms += [*map(squared_norm, (small, x * down))]
-        return norms
-
-    both = [x for x in plain for _ in range(2)]
-    # On an accelerator, a branch costs more than two more sums in the same kernel.
-    # Flags of several devices would be sent from each to all.
-    if arrays and platform().branches and not any(map(is_on_mesh, arrays)):
-        flags = jnp.concatenate([~is_in_range(x) for x in plain])
-        both = unless_any(flags, arrays, both, scaled)
-    else:
-        both = scaled()
-    pairs = safe_zip(plain, both[::2], both[1::2])
-    return [*itertools.starmap(_NormsOfScaled, pairs)]
+    x = widened(x)
+    x = jnp.abs(x) if is_complex(x) else x
+    up, down = _factors_into_range(x.dtype)
+    # Derivatives multiply what is not chosen by zero, so it must be finite.
+    small = jnp.clip(x * up, -up, up)
+    return [*map(squared_norm, (x, small, x * down))]
 
 
 def sum_of_squares(terms: Sequence[Squares]) -> Squares:

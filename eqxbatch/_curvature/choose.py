@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Inexact
 
-from .._base.branches import unless_any
 from .._base.compile import num_bytes
 from .._base.jaxprs import first_use
 from .._base.platforms import platform
@@ -17,6 +16,7 @@ from .._base.trees import log
 from .._batch.loop import accumulated
 from .._batch.rows import Rows
 from .._batch.sums import Sum
+from .._sites.cancel import unless_cancelled
 from .._sites.program import Program
 from .by_sites import AbstractSiteMatrix, cheapest, is_covered
 from .columns import (
@@ -122,7 +122,7 @@ class CurvatureBlocks:
 
         arrays = [*self.curvature.leaves, *rows.arrays]
         flags = sums.num_cancelled[None] > 0
-        return unless_any(flags, arrays, sums.blocks, products)
+        return unless_cancelled(flags, arrays, sums.blocks, products)
 
     @property
     def groups(self) -> list[list[Pair]]:

@@ -13,7 +13,6 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
-from .._base.branches import unless_any
 from .._base.checks import is_none, match_prefix
 from .._base.cpu import in_turn
 from .._base.dtypes import (
@@ -31,6 +30,9 @@ from .._base.platforms import platform
 from .._base.run_time_checks import error_if
 from .._base.trees import described, safe_zip
 from .._base.types import check_types
+from .._sites.cancel import (
+    unless_cancelled,
+)
 
 
 # What a user's function of the norms of an example returns.
@@ -257,7 +259,7 @@ class Groups:
             return jtu.tree_leaves(self._added(scaled(in_order)))
 
         # One branch for all, because the host of a GPU may wait for each.
-        squares = unless_any(jnp.stack(flags), arrays, arrays, with_scales)
+        squares = unless_cancelled(jnp.stack(flags), arrays, arrays, with_scales)
         return self._clipped(jtu.tree_unflatten(treedef, squares))
 
     def _added(self, squares: list[Squares]) -> list[Squares]:

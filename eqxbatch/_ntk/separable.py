@@ -32,12 +32,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Integer, PyTree, Real
 
-from .._base.branches import is_any
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import vary_as, zeros_like
 from .._base.trees import safe_zip
 from .._curvature.spectrum import DampedProduct
 from .._sites.axes import Axes, Axis, EXAMPLE
+from .._sites.cancel import is_any
 from .._sites.cost import Cost, gram_cost
 from .._sites.factors import Factor
 from .._sites.gram import gram, OfLeaf, SquaredNorms

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree, Real
 
-from .._base.branches import unless_any
 from .._base.dtypes import (
     common_power_of_two,
     exponent_of,
@@ -34,7 +33,9 @@ from .._base.dtypes import (
 )
 from .._base.mesh import is_on_mesh, num_parts, vary_as
 from .._base.platforms import platform
+from .._base.structs import vary
 from .._base.trees import safe_zip
+from .._base.versions import varying
 from .._batch.blocks import cut_rows, join_rows
 from .axes import Axes, axes_in, Axis, EXAMPLE, Named, Role
 from .contract import contract
@@ -72,7 +73,7 @@ def squared_norms(leaves: Sequence[OfLeaf]) -> list[Real[Array, " n"]]:
     totals = [norms[i] for i in separate]
     formed = lambda: _for_each_formed(summed, totals[0].shape[0], norms_of)
     flags = jnp.stack([*separate.values()])
-    corrected = unless_any(flags, _arrays_of(summed), totals, formed)
+    corrected = unless_cancelled(flags, _arrays_of(summed), totals, formed)
     for i, norm in safe_zip(separate, corrected):
         norms[i] = norm
     return norms
@@ -221,7 +222,7 @@ def grams(
     # One example that cancels decides for the whole block.
     flags = jnp.stack([jnp.any(x.array) for x in cancelled if x is not None])
     totals = [kernels[i] for i in summed]
-    corrected = unless_any(flags, _arrays_of(both), totals, formed)
+    corrected = unless_cancelled(flags, _arrays_of(both), totals, formed)
     for i, x in safe_zip(summed, corrected):
         kernels[i] = x
     return kernels
@@ -229,6 +230,42 @@ def grams(
 
 def _arrays_of(leaves: Sequence[OfLeaf]) -> list[Array]:
     return [x.array for uses in leaves for x in uses.factors.present]
+
+
+def unless_cancelled(
+    flags: Bool[Array, " _"],
+    arrays: list[Array],
+    totals: list[Array],
+    formed: Callable[[], list[Array]],
+) -> list[Array]:
+    """The totals, or what `formed` returns from some arrays if any flag is set.
+
+    One branch decides for all, because the host of a GPU may wait for each.
+    """
+    totals = vary_as(arrays, totals)
+
+    def other() -> list[Array]:
+        return [
+            # Branches must have equal types, on a mesh also in what they vary over.
+            vary(x.astype(y.dtype), varying(jax.typeof(y)))
+            for x, y in safe_zip(formed(), totals)
+        ]
+
+    return lax.cond(is_any(lax.stop_gradient(flags)), other, lambda: totals)
+
+
+@jax.custom_batching.custom_vmap
+def is_any(x: Bool[Array, "..."]) -> Bool[Array, ""]:
+    """Whether there is a True; under `jax.vmap`, whether there is one in the batch.
+
+    A branch that differs between the entries of a batch would always run.
+    """
+    return jnp.any(x)
+
+
+@is_any.def_vmap
+def _any_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    return is_any(x), False
 
 
 def _for_each_formed(
@@ -372,7 +409,9 @@ def squared_distances(
         flags.append(~(jnp.all(is_exact) & is_in_range))
         distances.append(distance)
     arrays = [*means, weights]
-    totals = unless_any(jnp.stack(flags), arrays, distances, lambda: formed(squared))
+    totals = unless_cancelled(
+        jnp.stack(flags), arrays, distances, lambda: formed(squared)
+    )
     for i, x in safe_zip(squared, totals):
         results[i] = x
     return results

@@ -113,13 +113,13 @@ class _Images:
         order = (*space, features) if self.is_last else (features, *space)
         if not self._is_of_one:
             return jnp.transpose(x, (batch, *order))
-        # Without an axis that a layer puts there, XLA sees how `x` is in memory.
+        # A layer puts this axis there. Without it, XLA sees how `x` is in memory.
         x = jnp.squeeze(x, batch)
         return jnp.transpose(x, [axis - (axis > batch) for axis in order])
 
     @property
     def _is_of_one(self) -> bool:
-        """Whether images are moved to where they have no axis of examples."""
+        """Whether moved images have no axis of examples, because there is one."""
         return self.is_moved and self.window.sizes["n"] == 1
 
     @property
@@ -157,6 +157,8 @@ class _Window:
     `k` of the kernel. The same products pair the input at `s` with the cotangent at
     `s - k`, which is zero where this is no position: that moves an axis of the kernel
     from the operand to the cotangent, and the axis `t` goes through all pixels `s`.
+    (Zero times infinity is NaN: an infinite pixel makes more entries of a kernel's
+    gradient NaN.)
 
     For 32 inputs and outputs and a kernel of 3 by 3 on images of 28 by 28, patches have
     9 times the entries of the input. With one axis moved, both factors have 3 times

@@ -191,9 +191,9 @@ def rows_of_tokens(site: Site, factors: Factors) -> TokenRows:
 
 
 def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
-    a, d, which = factors.of(site)
     num_outputs = len(factors.outputs)
     if site.rule.token is not None:
+        a, d, _ = factors.of(site)
         assert a is not None
         # The transpose of a lookup adds to rows, where a product would need one-hot
         # rows.

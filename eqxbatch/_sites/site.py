@@ -125,7 +125,8 @@ class Rule:
 class Forming:
     """Another contraction with the same gradient as that of a rule.
 
-    - `rule`: has the same `w_axes`, and factors with other axes.
+    - `rule`: has the same `w_axes`, and factors with other axes. What is no axis, and
+        changes no axis, is that of the rule itself.
     - `operand`, `cotangent`: functions that order the axes of the factors as the rule
         takes them. This is done for all examples at once.
     """
@@ -185,8 +186,10 @@ class Site:
     @property
     def formed(self) -> "Site":
         """The site whose factors its gradient is formed from, once they are moved."""
-        forming = self.rule.forming
-        return self if forming is None else dataclasses.replace(self, rule=forming.rule)
+        if self.rule.forming is None:
+            return self
+        rule = dataclasses.replace(self.rule.forming.rule, scale=self.rule.scale)
+        return dataclasses.replace(self, rule=rule)
 
     def moved_operand(self, a: Array) -> Array:
         """The operand that `formed` has."""
