@@ -80,7 +80,7 @@ CONVOLUTIONS = {
         (WIDE, WIDE, (7, 9), (3, 3)), "n t0 t1 k0 i", "n t0 t1 k1 o", strides=(2, 1)
     ),
     "strides": Convolution(
-        (WIDE, WIDE, (7, 7), (3, 3)), "n t0 t1 k0 k1 i", "n t0 t1 o", strides=(2, 2)
+        (WIDE, WIDE, (13, 13), (3, 3)), "n t0 t1 k0 k1 i", "n t0 t1 o", strides=(2, 2)
     ),
     "gaps in the kernel": Convolution(
         (WIDE, WIDE, (9, 9), (3, 3)),
