@@ -158,11 +158,4 @@ BREAKAGES = [
         "every[i]",
         "tests/sites/test_convolutions.py",
     ),
-    Breakage(
-        "an axis with strides is moved to the cotangent",
-        "_Window.cheapest",
-        "self.strides[i] == 1",
-        "self.strides[i] > 0",
-        "tests/sites/test_convolutions.py",
-    ),
 ]
