@@ -26,7 +26,7 @@ from .._base.trees import log
 from .axes import Axes, axes_in, Axis, EXAMPLE, Named, OTHER_EXAMPLE
 from .contract import contract_cost
 from .factors import Factors
-from .formed import moved_factors, selects_rows
+from .formed import moved, selects_rows
 from .gram import gram_terms, has_gram, OfLeaf
 from .program import Program
 from .site import has_named_axes, Site
@@ -94,9 +94,9 @@ def forming_cost(sites: Sequence[Site], factors: Factors) -> Cost:
     """The cost of forming the gradients at some sites from their factors."""
     contractions = []
     for site in sites:
-        a, d, which = moved_factors(site, factors)
-        moved = Factors([a, which], [d], factors.outputs, values=factors.values)
-        terms = moved.gradient_terms(site.formed.with_own(0, 0, 1))
+        site, (a, d, which) = moved(site, factors)
+        own = Factors([a, which], [d], factors.outputs, values=factors.values)
+        terms = own.gradient_terms(site.with_own(0, 0, 1))
         of_leaf = [axis for axis in axes_in(terms) if axis.is_of_leaf]
         contractions.append((terms, (EXAMPLE, *factors.outputs, *of_leaf)))
     return contraction_cost(contractions)

@@ -207,8 +207,7 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
             transposed = jax.vmap(transposed, axes)
         return transposed(a.array, d.array)
 
-    a, d, which = moved_factors(site, factors)
-    site = site.formed
+    site, (a, d, which) = moved(site, factors)
 
     def form(a: Factor | None, d: Factor) -> Array:
         operands = [a] if which is None else [a, which]
@@ -245,13 +244,24 @@ def _gradients_at(site: Site, factors: Factors, leaf: _Leaf) -> Array:
     return jax.lax.map(one, rows, batch_size=at_a_time)
 
 
-def moved_factors(site: Site, factors: Factors) -> SiteFactors:
-    """The factors from which `site.formed` forms the gradient."""
-    a, d, which = factors.of(site)
+class Moved(NamedTuple):
+    """A site, and its factors in the order of axes that it takes."""
+
+    site: Site
+    factors: SiteFactors
+
+
+def moved(site: Site, factors: Factors) -> Moved:
+    """The site and the factors from which a gradient is formed."""
+    of_site = factors.of(site)
+    a, d, which = of_site
+    # Those of several outputs are larger than the operand, and stay as they are.
+    if math.prod(d.shape_of_one(len(factors.outputs))) > 1:
+        return Moved(site, of_site)
     # This is done for all examples at once, whose factors may be in memory like this.
     a = None if a is None else a.vmap(site.moved_operand)
     d = d.vmap(site.moved_cotangent, len(factors.outputs))
-    return SiteFactors(a, d, which)
+    return Moved(site.formed, SiteFactors(a, d, which))
 
 
 def _formed(site: Site, factors: Factors, leaf: _Leaf) -> Array:

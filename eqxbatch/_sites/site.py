@@ -79,7 +79,8 @@ class Rule:
     - `is_of_inverse`: whether `w` is one over the input of the equation.
     - `outputs`: the names of each axis of `y` in `d_axes`, if there is not one for
         each.
-    - `forming`: a cheaper contraction by which the gradient is formed, if there is one.
+    - `forming`: a cheaper contraction by which the gradient of one output is formed, if
+        there is one.
     - `key`: equal for two rules that are the same function.
     """
 
