@@ -35,7 +35,7 @@ _CONTAINERS = ("while", "conditional", "call")
 def profile(call: Callable[[], Any], rounds: int = 3) -> dict[str, float]:
     """The shares of the time of all programs that `call` runs, by kind of operation.
 
-    They are empty if JAX's profiler saw none.
+    They are empty if JAX's profiler saw none, or one that no compiled program has.
 
     `call` ran before, so that everything is compiled. A fusion counts for the first
     kind that it contains.
@@ -50,9 +50,11 @@ def profile(call: Callable[[], Any], rounds: int = 3) -> dict[str, float]:
                 jax.profiler.ProfileData.from_file(str(path))
             )
     kinds = _kinds_of_operations(spent)
+    if not spent.keys() <= kinds.keys():
+        return {}
     shares: collections.Counter[str] = collections.Counter()
     for operation, seconds in spent.items():
-        kind = kinds.get(operation, OTHER)
+        kind = kinds[operation]
         if kind is not None:
             shares[kind] += seconds
     total = sum(shares.values())
