@@ -9,11 +9,8 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +29,7 @@ from eqxbatch import (
     TopK,
     ZarrStore,
 )
-from . import harness, work
+from . import harness, local, work
 from .harness import Bar, OURS, temporaries
 from .kernels import CNN, Peer, ratios, timed
 from .limit import NoLimit, num_bytes, Shares, Work
@@ -268,40 +265,22 @@ def in_own_process(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def peak_resident() -> int:
-    """The peak resident memory of this process, in bytes.
-
-    `resource.getrusage` includes the memory that the parent had when it started this
-    process.
-    """
-    status = pathlib.Path("/proc/self/status").read_text()
-    (line,) = [x for x in status.splitlines() if x.startswith("VmHWM:")]
-    return 1024 * int(line.split()[1])
-
-
 def to_disk(n: int, size: int) -> dict[str, float]:
-    """A kernel on disk, and as many bytes without a kernel, until both are synced."""
+    """A kernel on disk, and as many bytes without a kernel."""
     x = np.random.default_rng(0).standard_normal((n, 64)).astype(np.float32) / 8
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder)
-        kernel = filter_batch_kernel(
-            rbf, block_size=size, symmetric=True, store=ZarrStore(path / "kernel")
-        )
-        os.sync()
-        start = time.perf_counter()
-        kernel(x)
-        os.sync()
-        own = time.perf_counter() - start
-        resident = peak_resident()
-        shutil.rmtree(path / "kernel")
-        chunk = np.random.default_rng(0).random((size, size), np.float32)
-        os.sync()
-        start = time.perf_counter()
+    chunk = np.random.default_rng(0).random((size, size), np.float32)
+
+    def own(folder: pathlib.Path) -> None:
+        store = ZarrStore(folder / "kernel")
+        filter_batch_kernel(rbf, block_size=size, symmetric=True, store=store)(x)
+
+    def plain(folder: pathlib.Path) -> None:
         for i in range((n // size) ** 2):
-            (path / str(i)).write_bytes(memoryview(chunk))
-        os.sync()
-        plain = time.perf_counter() - start
-    return {"seconds": own, "ratio": own / plain, "resident": resident}
+            (folder / str(i)).write_bytes(memoryview(chunk))
+
+    times = local.write_in_turn(own, plain)
+    ratio = times.own / times.plain
+    return {"seconds": times.own, "ratio": ratio, "resident": times.resident}
 
 
 def scaling(n: int, size: int) -> dict[str, Any]:

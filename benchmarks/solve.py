@@ -24,8 +24,8 @@ from eqxbatch import (
     KernelOperator,
     ZarrStore,
 )
-from . import harness
-from .batch_kernel import in_own_process, peak_resident, rbf
+from . import harness, local
+from .batch_kernel import in_own_process, rbf
 from .harness import Bar
 from .limit import NoLimit
 
@@ -93,7 +93,7 @@ def solved(
             progress=clock,
         )
         before, first, *_, last = clock.times
-        resident = peak_resident()
+        resident = local.peak_resident()
         reads.append(read_once(folder))
     return {
         "preconditioner": before - begin,

@@ -32,8 +32,8 @@ from eqxbatch import (
     over_batches,
     Variance,
 )
-from . import harness, work
-from .batch_kernel import in_own_process, peak_resident, runner, Works
+from . import harness, local, work
+from .batch_kernel import in_own_process, runner, Works
 from .harness import Bar, OURS
 from .kernels import ratios
 from .limit import NoLimit, num_bytes, Shares, Work
@@ -183,51 +183,47 @@ def resident(num: int, size: int) -> dict[str, float]:
     run = over_batches(transform)
     small = np.zeros((256, COLUMNS), np.float32)
     jax.block_until_ready(run([small]))
-    before = peak_resident()
+    before = local.peak_resident()
     jax.block_until_ready(run(batches(4)))
-    few = peak_resident()
+    few = local.peak_resident()
     jax.block_until_ready(run(batches(num)))
-    many = peak_resident()
+    many = local.peak_resident()
     batch = size * COLUMNS * 4
     return {"few": (few - before) / batch, "many": (many - before) / batch}
 
 
 def to_disk(num: int, size: int) -> dict[str, float]:
-    """Embeddings of rows on disk to disk, and as many bytes without a model."""
+    """Maps of rows on disk to disk, and as many bytes without a model."""
     embed = filter_micro_vmap(model_of(256), microbatch_size=1_024)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         x = stored(path / "examples", num, size)
         wide = filter_micro_vmap(lambda x: jnp.tanh(x), microbatch_size=1_024)
-        run = over_batches(wide, batch_size=size, store=path / "warm")
-        run(x[:size])
-        os.sync()
-        before = peak_resident()
-        start = time.perf_counter()
-        over_batches(wide, batch_size=size, store=path / "rows")(x)
-        os.sync()
-        own = time.perf_counter() - start
-        after = peak_resident()
+        chunk = np.random.default_rng(0).random((size, COLUMNS), np.float32)
+
+        def own(folder: pathlib.Path) -> None:
+            over_batches(wide, batch_size=size, store=folder / "rows")(x)
+
+        def plain(folder: pathlib.Path) -> None:
+            for i in range(num // size):
+                (folder / str(i)).write_bytes(memoryview(chunk))
+
+        over_batches(wide, batch_size=size, store=path / "warm")(x[:size])
+        before = local.peak_resident()
+        times = local.write_in_turn(own, plain)
         start = time.perf_counter()
         over_batches(embed, batch_size=size, store=path / "embeddings")(x)
         embeddings = time.perf_counter() - start
-        chunk = np.random.default_rng(0).random((size, COLUMNS), np.float32)
-        os.sync()
-        start = time.perf_counter()
-        for i in range(num // size):
-            (path / str(i)).write_bytes(memoryview(chunk))
-        os.sync()
-        plain = time.perf_counter() - start
         start = time.perf_counter()
         for i in range(0, num, size):
             x[i : i + size]
         read = time.perf_counter() - start
     return {
-        "seconds": own,
+        "seconds": times.own,
         "embeddings": embeddings,
         "read": read,
-        "ratio": own / plain,
-        "resident": after - before,
+        "ratio": times.own / times.plain,
+        "resident": times.resident - before,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from .._base.types import AnyArray
 from .conjugate_gradients import standard_promotion
@@ -93,6 +93,9 @@ class LedMatrix(AbstractKernelMatrix):
     def column(self, index: Int[Array, ""]) -> Array:
         number = np.full((1, 1), index, np.int64)
         return jnp.asarray(self._ordered(_Order(_COLUMN, number)))
+
+    def columns(self) -> Callable[[Int[Array, ""]], Shaped[Array, " n1"]]:
+        return self.column
 
     def _ordered(self, order: _Order) -> np.ndarray:
         return _obeyed(self.original, self.team, self.orders.told(order))

@@ -451,6 +451,24 @@ def _results(task: _Task, pair: Array, kept: Kept = NOTHING_KEPT) -> list[Array]
 _tile = compiled(_results, waits=False)
 
 
+@functools.partial(compiled, waits=False)
+def _mirrored(kernel: AbstractBlockKernel, tile: list[Array]) -> list[Array]:
+    kernel, _ = on_mesh_of_results(kernel, None)
+    return kernel.mirror(tile)
+
+
+def _on_one_device(task: _Task, tile: Tile, blocks: _Blocks) -> list[Array]:
+    """The results for a tile.
+
+    Its mirror image has a program of its own: beside its tile, XLA transposes it on
+    CPUs in two passes, each slower than this one, with memory for one more tile.
+    """
+    alone, pair = task._replace(has_mirror=False), jnp.array(tile, jnp.int32)
+    *arrays, numbers = _tile(alone, pair, blocks.of(tile))
+    mirrored = _mirrored(task.kernel, arrays) if task.has_mirror else []
+    return [*arrays, *mirrored, numbers]
+
+
 def tile_program(
     kernel: AbstractBlockKernel, blocks: Sequence[Rows | None]
 ) -> list[Array]:
@@ -487,8 +505,7 @@ def _computed(
     """The results for each tile of a group, one for each device."""
     if len(devices) < 2:
         with jax.default_device(devices[0] if devices else None):
-            pair = jnp.array(group[0], jnp.int32)
-            return [_tile(task, pair, blocks.of(group[0]))]
+            return [_on_one_device(task, group[0], blocks)]
     # A mesh of these devices alone; other axes of the user's would repeat work.
     mesh_axis = MeshAxis(Mesh(np.array(devices), ("devices",)), "devices")
     # Devices without a tile repeat the work of another one.

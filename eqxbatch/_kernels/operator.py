@@ -18,15 +18,9 @@ from .._batch.progress import as_meter, Progress
 from .._batch.store import AbstractStore
 from .._batch.zarr_store import as_store, Store
 from .batch_kernel import BatchKernel
-from .kernel_matrices import (
-    AbstractKernelMatrix,
-    check_stored,
-    ComputedMatrix,
-    MatrixView,
-    Reader,
-    StoredMatrix,
-)
+from .kernel_matrices import AbstractKernelMatrix, ComputedMatrix, MatrixView
 from .on_devices import check_mesh
+from .stored_matrix import check_stored, Reader, StoredMatrix
 from .team import Team
 
 

@@ -24,9 +24,10 @@ from .._batch.progress import (
     Progress,
 )
 from .._batch.reading import as_numpy
-from .kernel_matrices import AbstractKernelMatrix, StoredMatrix
+from .kernel_matrices import AbstractKernelMatrix
 from .led import led
 from .on_host import check_solve
+from .stored_matrix import StoredMatrix
 from .team import Team
 
 
@@ -481,10 +482,10 @@ def _partial_cholesky(
     left = np.array(diagonal, np.float64)
     factor = np.zeros((len(left), rank))
     # Smaller entries are rounding errors, beyond the numerical rank.
-    least = _eps(matrix) * np.max(left)
+    least, column_of = _eps(matrix) * np.max(left), matrix.columns()
     for i in range(rank):
         pivot = int(np.argmax(left))
-        column = np.asarray(matrix.column(jnp.asarray(pivot, jnp.int32)), np.float64)
+        column = np.asarray(column_of(jnp.asarray(pivot, jnp.int32)), np.float64)
         if not left[pivot] > least or not np.all(np.isfinite(column)):
             return factor[:, :i]
         # The same column of what is left, so that the factor explains it exactly.

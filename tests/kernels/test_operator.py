@@ -200,6 +200,32 @@ def test_stored_kernels(tmp_path):
     close(half.column(12), matrix[:, 12])
 
 
+def test_columns_of_a_stored_estimator_are_read():
+    ntk = EmpiricalNTK(eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)))
+    operators = [
+        KernelOperator(kernel, X, block_size=4, symmetric=is_symmetric, store="host")
+        for kernel, is_symmetric in ((ntk, None), (rbf, True))
+    ]
+    expected = [x.as_matrix() for x in operators]
+    for operator, matrix in zip(operators, expected, strict=True):
+        close(operator.column(5), matrix[:, 5])
+        operator.matrix.reader.array[:] = 0
+    # The factors of all examples would take longer than to read the tiles. A function
+    # of the examples takes less, and what is traced may be differentiated.
+    close(operators[0].column(5), np.zeros(13))
+    close(operators[1].column(5), expected[1][:, 5])
+    for operator, matrix in zip(operators, expected, strict=True):
+        close(eqx.filter_jit(operator.column)(jnp.array(5)), matrix[:, 5])
+    # Without a store, the factors of all examples are shared by many columns.
+    for is_symmetric in (None, False):
+        computed = KernelOperator(ntk, X, block_size=4, symmetric=is_symmetric)
+        column_of = computed.matrix.columns()
+        for index in (0, 5, 12):
+            got = column_of(jnp.array(index, jnp.int32))
+            np.testing.assert_array_equal(got, computed.column(index))
+            close(got, expected[0][:, index])
+
+
 @pytest.mark.versions
 def test_narrow_dtypes():
     vector = jnp.ones(13, jnp.float32)
