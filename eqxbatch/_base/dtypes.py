@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Inexact, Int, PyTree, Real
 
+from .branches import is_any
 from .jaxpr_types import DType, Value
 from .trees import safe_zip
 
@@ -352,8 +353,8 @@ def weighted_totals(
             # Only what overflowed, because small terms may underflow in a share.
             return [jnp.where(jnp.isfinite(x), x, share) for x, share in pairs]
 
-        are_finite = [jnp.all(jnp.isfinite(x)) for x in wide]
-        totals = lax.cond(jnp.all(jnp.stack(are_finite)), lambda: wide, smaller)
+        are_infinite = [jnp.any(~jnp.isfinite(x)) for x in wide]
+        totals = lax.cond(is_any(jnp.stack(are_infinite)), smaller, lambda: wide)
     return totals if scale is None else [x * scale.astype(x.dtype) for x in totals]
 
 

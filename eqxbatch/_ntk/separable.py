@@ -32,12 +32,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Integer, PyTree, Real
 
+from .._base.branches import is_any
 from .._base.dtypes import common_dtype, widened
 from .._base.mesh import vary_as, zeros_like
 from .._base.trees import safe_zip
 from .._curvature.spectrum import DampedProduct
 from .._sites.axes import Axes, Axis, EXAMPLE
-from .._sites.cancel import is_any
 from .._sites.cost import Cost, gram_cost
 from .._sites.factors import Factor
 from .._sites.gram import gram, OfLeaf, SquaredNorms
@@ -203,13 +203,13 @@ def _sum_of_terms(
 
     def step(state: tuple, x: tuple) -> tuple[tuple, None]:
         number, node = x
-        is_needed = is_any(lax.stop_gradient(number < table.num))
+        is_needed = is_any(number < table.num)
         return lax.cond(is_needed, add, lambda state, _: state, state, node), None
 
     def chunk(state: tuple, xs: tuple) -> tuple[tuple, None]:
         # How many terms there are is known at run time; most chunks have none.
         steps = lambda state: lax.scan(step, state, xs)[0]
-        is_needed = is_any(lax.stop_gradient(xs[0][0] < table.num))
+        is_needed = is_any(xs[0][0] < table.num)
         return lax.cond(is_needed, steps, lambda state: state, state), None
 
     # Zeros of what `fun` returns, and the empty product.

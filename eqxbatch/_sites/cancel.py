@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, PyTree, Real
 
+from .._base.branches import is_any
 from .._base.dtypes import (
     common_power_of_two,
     exponent_of,
@@ -251,21 +252,7 @@ def unless_cancelled(
             for x, y in safe_zip(formed(), totals)
         ]
 
-    return lax.cond(is_any(lax.stop_gradient(flags)), other, lambda: totals)
-
-
-@jax.custom_batching.custom_vmap
-def is_any(x: Bool[Array, "..."]) -> Bool[Array, ""]:
-    """Whether there is a True; under `jax.vmap`, whether there is one in the batch.
-
-    A branch that differs between the entries of a batch would always run.
-    """
-    return jnp.any(x)
-
-
-@is_any.def_vmap
-def _any_of_batch(size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
-    return is_any(x), False
+    return lax.cond(is_any(flags), other, lambda: totals)
 
 
 def _for_each_formed(

@@ -103,6 +103,23 @@ def test_gradients_of_float16_are_added_in_float32(kind, clip_norm, metrics):
         np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=2e-2)
 
 
+def test_derivatives_of_batches_of_float16_gradients():
+    # The sums of the last batch overflow.
+    x = np.array([0.5, 1, 2e4]).reshape(3, 1, 1) + np.arange(12).reshape(1, 4, 3) / 12
+    x = jnp.asarray(x, jnp.float16)
+    clipped = filter_micro_grad(lambda w, x: jnp.sin(w) @ x, clip_norm=3e4)
+
+    def loss(w, x):
+        return 1e-3 * jnp.sum(clipped(w, x).astype(jnp.float32))
+
+    w = jnp.array([0.5, -0.25, 1.0], jnp.float16)
+    got = jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, x)))(w)
+    each = jax.vmap(jax.grad(loss), (None, 0))(w, x)
+    assert np.all(np.isfinite(each))
+    expected = np.sum(np.asarray(each, np.float32), 0)
+    np.testing.assert_allclose(np.asarray(got, np.float32), expected, rtol=2e-2)
+
+
 def test_float16_inside_of_a_function_in_float32():
     @jax.jit
     def loss(w, x):
