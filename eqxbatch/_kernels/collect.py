@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -21,7 +21,7 @@ from .._base.trees import safe_zip, shown
 from .._base.types import check_types
 from .._batch.blocks import Block
 from .kernel import AbstractBlockKernel, KernelLeaf
-from .reductions import AbstractReduction, AbstractTwoSided
+from .reductions import AbstractReduction, AbstractSymmetrised, AbstractTwoSided
 
 
 def where_new(
@@ -38,6 +38,10 @@ _KERNEL = Shaped[jax.ShapeDtypeStruct, "n1 n2 *out"]
 
 
 _State = PyTree[Shaped[ArrayLike, "..."]]
+
+
+# The methods that update the state of a reduction.
+Update = Literal["update", "update_mirrored", "update_symmetrised"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,12 @@ class Collector:
         reduction = self.reduction
         return isinstance(reduction, AbstractTwoSided) and reduction.takes_mirrored
 
+    @property
+    def takes_asymmetric(self) -> bool:
+        """Whether the reduction makes tiles on the diagonal symmetric itself."""
+        reduction = self.reduction
+        return isinstance(reduction, AbstractSymmetrised) and reduction.takes_asymmetric
+
     def update(
         self,
         state: PyTree[Array],
@@ -76,12 +86,12 @@ class Collector:
         columns: Block,
         are_new: Bool[Array, "rows columns"] | None,
         *,
-        is_mirrored: bool = False,
+        by: Update = "update",
     ) -> PyTree[Array]:
         """The state after one more tile, of which some entries may not be new.
 
-        With `is_mirrored`, it is the state after the mirror image of the tile, for a
-        collector that `takes_mirrored`.
+        `by` is another method of the reduction than `update` for the mirror image of
+        the tile if it `takes_mirrored`, or on the diagonal if it `takes_asymmetric`.
         """
         reduction = self.reduction
         if reduction is None:
@@ -90,11 +100,7 @@ class Collector:
             return self.leaf.written(state, tile, rows.start, columns.start)
         # Each entry must count once; a neutral one does not count.
         tile = where_new(are_new, self.leaf.front(tile), reduction.neutral)
-        update = reduction.update
-        if is_mirrored:
-            assert isinstance(reduction, AbstractTwoSided)
-            update = reduction.update_mirrored
-        state = update(state, tile, rows, columns)
+        state = getattr(reduction, by)(state, tile, rows, columns)
         self._check("update(...)", state, _State)
         return state
 

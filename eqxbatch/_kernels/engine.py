@@ -33,6 +33,7 @@ from .collect import (
     KernelOutput,
     make_collectors,
     States,
+    Update,
     where_new,
 )
 from .grid import Grid, Index, Tile
@@ -129,7 +130,15 @@ class Tiles:
                 return CheckedTile(tile, None)
             # Before both halves are combined.
             is_symmetric = self.kernel.is_symmetric(tile)
-            return CheckedTile(self.kernel.symmetrised(tile), is_symmetric)
+            if not self._take_asymmetric:
+                tile = self.kernel.symmetrised(tile)
+            return CheckedTile(tile, is_symmetric)
+
+    @property
+    def _take_asymmetric(self) -> bool:
+        """Whether all reductions make tiles on the diagonal symmetric themselves."""
+        takes = [x.takes_asymmetric for x in self.collectors]
+        return self.kernel.mirror.is_transpose and bool(takes) and all(takes)
 
     def step(
         self,
@@ -191,8 +200,11 @@ class Tiles:
             for side, (index, size) in enumerate(safe_zip(pair, grid.sizes))
         )
         are_new = _new_entries(grid, pair, counts)
+        by: Update = "update"
+        if grid.is_symmetric and is_diagonal and self._take_asymmetric:
+            by = "update_symmetrised"
         updated = [
-            collector.update(state, x, rows, columns, are_new)
+            collector.update(state, x, rows, columns, are_new, by=by)
             for collector, state, x in safe_zip(
                 self.collectors, states.arrays, tile.arrays
             )
@@ -222,7 +234,7 @@ class Tiles:
             elif mirror.is_transpose and collector.takes_mirrored:
                 updated.append(
                     collector.update(
-                        state, tile[i], rows, columns, are_new, is_mirrored=True
+                        state, tile[i], rows, columns, are_new, by="update_mirrored"
                     )
                 )
             else:

@@ -34,7 +34,7 @@ from .grid import Grid, Sizes
 from .kernel import AbstractBlockKernel
 from .on_devices import MeshAxis
 from .on_host import check_solve, Destination
-from .reductions import AbstractTwoSided, KernelProduct
+from .reductions import AbstractSymmetrised, KernelProduct
 from .team import Team
 
 
@@ -78,7 +78,7 @@ class AbstractKernelMatrix(eqx.Module):
         """A function like `column`, for many columns one after another."""
 
 
-class _OfTranspose(AbstractTwoSided[Total]):
+class _OfTranspose(AbstractSymmetrised[Total]):
     """The product of the transpose of a kernel with two axes."""
 
     is_sum: ClassVar[bool] = True
@@ -101,6 +101,16 @@ class _OfTranspose(AbstractTwoSided[Total]):
         self, state: Total, tile: Array, rows: Block, columns: Block
     ) -> Total:
         return self.reduction.update(state, jnp.conj(tile), rows, columns)
+
+    @property
+    def is_cheaper(self) -> bool:
+        return self.reduction.is_cheaper
+
+    def update_symmetrised(
+        self, state: Total, tile: Array, rows: Block, columns: Block
+    ) -> Total:
+        conjugate = jnp.conj(tile)
+        return self.reduction.update_symmetrised(state, conjugate, rows, columns)
 
     def merge(self, first: Total, second: Total) -> Total:
         return self.reduction.merge(first, second)

@@ -139,12 +139,44 @@ class AbstractTwoSided(AbstractReduction[_State]):
 
         A subclass that has an `update` of its own gets mirror images as blocks.
         """
-        classes = [vars(x) for x in type(self).__mro__]
-        update, mirrored = (
-            next(i for i, names in enumerate(classes) if name in names)
-            for name in ("update", "update_mirrored")
-        )
-        return mirrored <= update
+        return _belongs(self, "update_mirrored")
+
+
+class AbstractSymmetrised(AbstractTwoSided[_State]):
+    """A reduction that makes a block on the diagonal symmetric itself.
+
+    XLA for CPUs takes as long to combine a block of 1,000 rows with its transpose as to
+    compute it.
+    """
+
+    @property
+    @abc.abstractmethod
+    def is_cheaper(self) -> bool:
+        """Whether that takes less time than to combine a block with its transpose."""
+
+    @abc.abstractmethod
+    def update_symmetrised(
+        self, state: _State, tile: MatrixTile, rows: Block, columns: Block
+    ) -> _State:
+        """The state after the mean of a block and its mirror image.
+
+        `rows` and `columns` are the same.
+        """
+
+    @property
+    def takes_asymmetric(self) -> bool:
+        """Whether it is to get blocks on the diagonal as they were computed."""
+        return self.is_cheaper and _belongs(self, "update_symmetrised")
+
+
+def _belongs(reduction: AbstractReduction, name: str) -> bool:
+    """Whether a method is at least as new as `update`, as classes are derived."""
+    classes = [vars(x) for x in type(reduction).__mro__]
+    update, other = (
+        next(i for i, names in enumerate(classes) if x in names)
+        for x in ("update", name)
+    )
+    return other <= update
 
 
 def sum_dtype(struct: jax.ShapeDtypeStruct) -> Any:
@@ -174,7 +206,11 @@ def _begun(zeros: Array, num: int, dtype: Any) -> Total:
     return Total(zeros, None, dtype).before(num)
 
 
-class KernelProduct(AbstractTwoSided[Total]):
+# Up to so many vectors, a product takes less time than a transpose.
+_FEW_VECTORS = 4
+
+
+class KernelProduct(AbstractSymmetrised[Total]):
     """The product of the kernel with `vectors`, of shape `(n1, ...)` or `(n1, ..., k)`.
 
     Half precision is accumulated in float32. The result has the dtype to which kernel
@@ -226,18 +262,40 @@ class KernelProduct(AbstractTwoSided[Total]):
     def update(
         self, state: Total, tile: MatrixTile, rows: Block, columns: Block
     ) -> Total:
-        vectors = columns.take(self.vectors).astype(state.dtype)
-        tile, wide = tile.astype(state.dtype), state.total.dtype
-        # [rows, columns, ...] and [columns, k] make [rows, ..., k].
-        with exact_products():
-            part = jnp.tensordot(
-                tile, vectors, ((1,), (0,)), preferred_element_type=wide
-            )
-        return _added_to(state, part, rows)
+        return _added_to(state, self._product(state, tile, columns), rows)
 
     def update_mirrored(
         self, state: Total, tile: MatrixTile, rows: Block, columns: Block
     ) -> Total:
+        return _added_to(state, self._mirrored(state, tile, rows), columns)
+
+    @property
+    def is_cheaper(self) -> bool:
+        # It is one more product, of a block that is in the cache.
+        return math.prod(self.vectors.shape[1:]) <= _FEW_VECTORS
+
+    def update_symmetrised(
+        self, state: Total, tile: MatrixTile, rows: Block, columns: Block
+    ) -> Total:
+        part = self._product(state, tile, columns)
+        # Integers are not rounded, so that their block is symmetric.
+        if jnp.issubdtype(part.dtype, jnp.inexact):
+            # The sum of both could overflow.
+            part = 0.5 * part + 0.5 * self._mirrored(state, tile, rows)
+        return _added_to(state, part, rows)
+
+    def _product(self, state: Total, tile: MatrixTile, columns: Block) -> Array:
+        """The product of a block with the vectors of its columns."""
+        vectors = columns.take(self.vectors).astype(state.dtype)
+        tile, wide = tile.astype(state.dtype), state.total.dtype
+        # [rows, columns, ...] and [columns, k] make [rows, ..., k].
+        with exact_products():
+            return jnp.tensordot(
+                tile, vectors, ((1,), (0,)), preferred_element_type=wide
+            )
+
+    def _mirrored(self, state: Total, tile: MatrixTile, rows: Block) -> Array:
+        """The product of the mirror image of a block with the vectors of its rows."""
         vectors = rows.take(self.vectors).astype(state.dtype)
         tile, wide = jnp.conj(tile.astype(state.dtype)), state.total.dtype
         # [rows, k] and [rows, columns, ...] make [k, columns, ...]. Both are read as
@@ -246,9 +304,7 @@ class KernelProduct(AbstractTwoSided[Total]):
             part = jnp.tensordot(
                 vectors, tile, ((0,), (0,)), preferred_element_type=wide
             )
-        if vectors.ndim > 1:
-            part = jnp.moveaxis(part, 0, -1)
-        return _added_to(state, part, columns)
+        return jnp.moveaxis(part, 0, -1) if vectors.ndim > 1 else part
 
     def merge(self, first: Total, second: Total) -> Total:
         return first.plus(second.whole())

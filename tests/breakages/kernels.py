@@ -104,10 +104,17 @@ BREAKAGES = [
     ),
     Breakage(
         "the mirror image of a complex kernel is multiplied without conjugate",
-        "KernelProduct.update_mirrored",
+        "KernelProduct._mirrored",
         "jnp.conj(tile.astype(state.dtype))",
         "tile.astype(state.dtype)",
         "tests/kernels/test_reductions.py -k mirror_images",
+    ),
+    Breakage(
+        "a block on the diagonal is multiplied without its mirror image",
+        "KernelProduct.update_symmetrised",
+        "0.5 * part + 0.5 * self._mirrored(state, tile, rows)",
+        "part",
+        "tests/kernels/test_reductions.py -k asymmetric",
     ),
     Breakage(
         "reverse mode keeps all tiles of a product",

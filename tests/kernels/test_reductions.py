@@ -300,6 +300,34 @@ def test_products_with_mirror_images(size, getkey):
         np.testing.assert_allclose(norms[name], np.linalg.norm(whole), rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.complex64, jnp.int32))
+def test_products_of_a_kernel_that_rounding_makes_asymmetric(dtype, getkey):
+    """They are those of a kernel that is exactly symmetric, as stored ones are."""
+    half = 3 * np.asarray(normal(getkey(), (4, 4), jnp.complex64))
+    half = half if dtype == jnp.complex64 else half.real
+    noise = 0 if dtype == jnp.int32 else np.tril(np.full((4, 4), 1e-3), -1)
+    dense = (np.rint(half + np.conj(half).T) + noise).astype(half.dtype).astype(dtype)
+    kernel = lambda i, j: jnp.asarray(dense)[i[:, None], j[None, :]]
+    for size in (None, 2, 3):
+        settings = {"block_size": size, "symmetric": True}
+        reduce = KernelProduct(jnp.eye(4, dtype=dtype))
+        found = filter_batch_kernel(kernel, reduce=reduce, **settings)(jnp.arange(4))
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found, np.conj(found).T, atol=1e-6)
+        np.testing.assert_allclose(found, dense, atol=2e-3)
+
+
+@pytest.mark.cpu
+def test_products_take_the_memory_of_one_block():
+    """No block is combined with its transpose, unless vectors are many."""
+    num = 600
+    for columns, blocks in ((1, 1), (32, 2)):
+        reduce = KernelProduct(jnp.ones((num, columns)))
+        run = filter_batch_kernel(rbf, block_size=None, symmetric=True, reduce=reduce)
+        taken = memory(lambda x: run(x), jnp.ones((num, 3))).temp_size_in_bytes
+        assert blocks - 1 < taken / (4 * num**2) < blocks + 0.5
+
+
 def test_gradient_of_the_largest_entries():
     """Of equal entries, the one that is returned has the derivative."""
     dense = jnp.array([[0.0, -0.0, 1.0, 1.0, 0.0], [2.0, 2.0, 2.0, 0.0, 2.0]])
