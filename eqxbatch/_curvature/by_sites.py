@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Inexact, PyTree, Real
 
 from .._base.compile import num_bytes
-from .._base.cpu import in_opaque_branch, opaque_true
+from .._base.cpu import computed_once, in_opaque_branch, opaque_true
 from .._base.dtypes import common_dtype, size_groups, widened
 from .._base.platforms import platform
 from .._base.trees import safe_zip
@@ -356,7 +356,7 @@ def _over(fun: Callable[[PairFactors], Array], pairs: list[PairFactors]) -> Arra
         return fun(pairs[0])[None]
     # Without an axis of pairs, what is shared is computed with once.
     stacked = [
-        column[0] if shared else jnp.stack(column)
+        column[0] if shared else computed_once(jnp.stack(column))
         for column, shared in safe_zip(columns, is_shared)
     ]
     of_arrays = lambda arrays: fun(jtu.tree_unflatten(treedef, arrays))

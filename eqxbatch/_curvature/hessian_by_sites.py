@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Inexact, Real
 
+from .._base.cpu import computed_once
 from .._base.dtypes import widened
 from .._base.jaxprs import depends, run_jaxpr
 from .._base.mesh import vary_as
@@ -152,8 +153,10 @@ class SiteHessian(AbstractSiteMatrix):
         if not rows.axes:
             every = jax.tree.map(lambda x: x[None], every)
         operands, cotangents, changes = every
+        # Each of them is cut and stacked for several groups of blocks.
+        curve = computed_once(changes)
         values = self.program.values()
-        return Factors(operands, cotangents, (), values=values, curve=changes)
+        return Factors(operands, cotangents, (), values=values, curve=curve)
 
     def _of_example(self, example: Rows) -> _Changed:
         """The factors of one example, and how they change."""

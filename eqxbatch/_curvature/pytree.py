@@ -16,6 +16,7 @@ from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 from .._base.cpu import mirrored, runtime_indices, unstack
 from .._base.dtypes import common_dtype, is_complex
 from .._base.mesh import vary_as
+from .._base.platforms import platform
 from .._base.trees import safe_zip, shown
 from .._base.types import AnyArray, check_types, checked
 from .._batch.arguments import Dtype, Leaves
@@ -216,10 +217,7 @@ def flat_square(
     every = [blocks for _, blocks in groups]
     matrix = vary_as(every, jnp.zeros((starts[-1], starts[-1]), dtype))
     at_run_time = runtime_indices(starts, every[0].ravel()[:1])
-    for pairs, blocks in groups:
-        first, second = pairs[0]
-        shape = (len(pairs), sizes[first], sizes[second])
-        blocks = blocks.reshape(shape).astype(dtype)
+    for pairs, blocks in _joined_groups(groups, sizes, dtype):
         # A block of its own is written in place, at an index known only at run time.
         if len(pairs) == 1:
             corner = [at_run_time[i] for i in pairs[0]]
@@ -237,6 +235,30 @@ def flat_square(
                 mode="promise_in_bounds",
             )
     return mirrored(matrix)
+
+
+def _joined_groups(
+    groups: Sequence[Group], sizes: list[int], dtype: Dtype
+) -> Iterator[Group]:
+    """The blocks of some groups as matrices; small ones of equal shape are joined.
+
+    One operation writes all blocks of a group to their places, so that fewer of them
+    are compiled. Joined blocks are copied, so there are at most as many of them as the
+    platform has at once.
+    """
+    by_shape: dict[tuple[int, int], list[Group]] = {}
+    for pairs, blocks in groups:
+        first, second = pairs[0]
+        shape = sizes[first], sizes[second]
+        blocks = blocks.reshape(len(pairs), *shape).astype(dtype)
+        by_shape.setdefault(shape, []).append((pairs, blocks))
+    for alike in by_shape.values():
+        joins = sum(blocks.nbytes for _, blocks in alike) <= platform().block_bytes
+        if len(alike) == 1 or not joins:
+            yield from alike
+            continue
+        pairs, blocks = safe_zip(*alike)
+        yield [*itertools.chain(*pairs)], lax.concatenate(blocks, 0)
 
 
 def _looked_up(

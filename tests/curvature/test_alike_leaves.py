@@ -1,6 +1,8 @@
 """Leaves whose sites are alike, so that their blocks are contracted together."""
 
+import functools
 import random
+import re
 
 import equinox as eqx
 import jax
@@ -177,6 +179,39 @@ def names_in(jaxpr):
 def test_the_program_grows_with_the_depth_and_not_with_its_square():
     for sizes in zip(*map(num_equations, (2, 4, 8)), strict=True):
         assert sizes[2] - sizes[1] <= 2.4 * (sizes[1] - sizes[0])
+
+
+def flat_hessian(width, depth):
+    """A function that returns the flat Hessian of a network, and its arguments."""
+    model = drawn(eqx.nn.MLP, 4, "scalar", width, depth, jnp.tanh, key=jr.key(0))
+    diff, static = eqx.partition(model, eqx.is_inexact_array)
+    hessian = filter_hessian(squared, in_axes=0, flat=True, method="sites")
+    run = lambda diff, x, y: hessian(eqx.combine(diff, static), x, y)[0]
+    return run, diff, normal(jr.key(1), (6, 4)), normal(jr.key(2), (6,))
+
+
+def test_blocks_of_one_shape_are_written_by_one_operation():
+    run, diff, *data = flat_hessian(8, 3)
+    names = [*names_in(jax.make_jaxpr(run)(diff, *data).jaxpr)]
+    sizes = [x.size for x in jax.tree.leaves(diff)]
+    shapes = {(m, n) for i, m in enumerate(sizes) for n in sizes[i:]}
+    # There are more kinds of pairs: a weight and its bias, or that of a later layer.
+    assert 128 < sum(sizes) <= 256
+    assert names.count("scatter") + names.count("dynamic_update_slice") == len(shapes)
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="XLA takes barriers away before it fuses"
+)
+def test_what_is_stacked_is_computed_before():
+    run, *args = flat_hessian(8, 3)
+    program = str(jax.jit(run).lower(*args).compile().as_text())
+    # XLA would compute derivatives in the kernels that stack them.
+    is_stacking = functools.partial(re.search, r" concatenate\(.*/stack")
+    kernels = [*filter(is_stacking, program.split("\n\n"))]
+    assert len(kernels) > 0
+    assert not any(" multiply(" in kernel for kernel in kernels)
 
 
 class Stack(eqx.Module):
