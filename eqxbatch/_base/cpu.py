@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Inexact, Int, PyTree, Shaped
 from .jaxpr_types import Eqn, Jaxpr, Params, Rule, Value
 from .jaxprs import as_remat, callee, evaluate_with, inner_programs, run_jaxpr
 from .mesh import where_it_is, zeros_like
+from .platforms import platform
 from .primitives import is_remat, parameters
 from .structs import vary
 from .trees import safe_zip
@@ -90,14 +91,9 @@ def computed_once(tree: PyTree) -> PyTree:
     Older versions of XLA take barriers away before they fuse. On other devices, nothing
     is changed.
     """
-    leaves, treedef = jtu.tree_flatten(tree)
-    # Without arrays, there is nothing to choose a way for.
-    if not leaves:
-        return tree
     # One barrier for each, so that they need not all be in memory at the same time.
-    apart = lambda *leaves: [*map(lax.optimization_barrier, leaves)]
-    as_is = lambda *leaves: [*leaves]
-    return treedef.unflatten(lax.platform_dependent(*leaves, cpu=apart, default=as_is))
+    barrier = lax.optimization_barrier
+    return jtu.tree_map(barrier, tree) if platform().recomputes else tree
 
 
 def materialised(arrays: list[Array], always: Bool[Array, ""]) -> list[Array]:

@@ -37,6 +37,8 @@ class Platform:
         images.
     - `channels_last`: whether images have their channels last in memory, as those of
         convolutions in a loop over microbatches on CPUs.
+    - `recomputes`: whether kernels compute what they stack, once for each layout that a
+        stack is read in.
     - `joins_sums`: whether a kernel takes longer to start than to add up a few numbers.
     """
 
@@ -47,12 +49,13 @@ class Platform:
     factor_bytes: int
     patch_bytes: int
     channels_last: bool
+    recomputes: bool
     joins_sums: bool
 
 
 # Rounded from `python -m benchmarks --suite costs` on 2 cores of an AMD EPYC. Blocks
 # stay in the caches.
-CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0, True, False)
+CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0, True, True, False)
 
 
 # Measured on an H100: 408 TFLOP/s for float32 in TF32, JAX's default, and 3.0 TB/s. (It
@@ -61,12 +64,12 @@ CPU = Platform(8.0, 1.0, 4.0, 2**22, 2**24, 0, True, False)
 # are so large that their kernels take longer than to launch these, and small beside the
 # memory of the device. With contractions as large as these, an H200 does 66 FLOPs a
 # byte, and grouped convolutions are 2 times slower.
-GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**28, False, True)
+GPU = Platform(136.0, 12.0, 4.0, 2**28, 2**28, 2**28, False, False, True)
 
 
 # From the data sheet of a v5e: 197 TFLOP/s in bfloat16, JAX's default, and 819 GB/s.
 # All digits of float32 take six passes.
-TPU = Platform(240.0, 6.0, 4.0, 2**27, 2**27, 2**24, False, False)
+TPU = Platform(240.0, 6.0, 4.0, 2**27, 2**27, 2**24, False, False, False)
 
 
 _PLATFORMS = {"cpu": CPU, "tpu": TPU}
