@@ -16,7 +16,6 @@ from jaxtyping import Array, Inexact, PyTree, Real, Shaped
 from .._base.cpu import mirrored, runtime_indices, unstack
 from .._base.dtypes import common_dtype, is_complex
 from .._base.mesh import vary_as
-from .._base.platforms import platform
 from .._base.trees import safe_zip, shown
 from .._base.types import AnyArray, check_types, checked
 from .._batch.arguments import Dtype, Leaves
@@ -237,14 +236,17 @@ def flat_square(
     return mirrored(matrix)
 
 
+# Blocks are copied to be joined.
+_JOINED_BYTES = 2**22
+
+
 def _joined_groups(
     groups: Sequence[Group], sizes: list[int], dtype: Dtype
 ) -> Iterator[Group]:
     """The blocks of some groups as matrices; small ones of equal shape are joined.
 
     One operation writes all blocks of a group to their places, so that fewer of them
-    are compiled. Joined blocks are copied, so there are at most as many of them as the
-    platform has at once.
+    are compiled.
     """
     by_shape: dict[tuple[int, int], list[Group]] = {}
     for pairs, blocks in groups:
@@ -253,7 +255,7 @@ def _joined_groups(
         blocks = blocks.reshape(len(pairs), *shape).astype(dtype)
         by_shape.setdefault(shape, []).append((pairs, blocks))
     for alike in by_shape.values():
-        joins = sum(blocks.nbytes for _, blocks in alike) <= platform().block_bytes
+        joins = sum(blocks.nbytes for _, blocks in alike) <= _JOINED_BYTES
         if len(alike) == 1 or not joins:
             yield from alike
             continue

@@ -61,7 +61,8 @@ class KernelOperator(AbstractTaggedOperator):
     - `symmetric`: a bool or None, as for [`eqxbatch.filter_batch_kernel`][]. With
         `True`, only half of a stored kernel is read.
     - `store`: `"host"`, a path or a store, as for [`eqxbatch.filter_batch_kernel`][].
-        The kernel is computed once, right away, and read for each product.
+        The kernel is computed once, right away, and read for each product; a kernel of
+        up to 64 MB is read once.
     - `progress`: True or an [`eqxbatch.AbstractProgressMeter`][], for computing the
         kernel into the `store`.
     - `tags`: lineax tags that state properties of the kernel, such as

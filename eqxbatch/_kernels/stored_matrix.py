@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -28,6 +28,11 @@ from .team import Team
 _AHEAD = 2
 
 
+# The tiles of a matrix of at most so many bytes are kept once they are read: in
+# products, reading them again would take longer than all else.
+_KEPT_BYTES = 2**26
+
+
 # A tile, by its rows and columns.
 _Piece = tuple[slice, slice]
 
@@ -50,6 +55,8 @@ class Reader:
         above it. Only tiles on and above the diagonal are then read.
     - `is_checked`: whether tiles on the diagonal are compared with their mirror images.
     - `team`: the processes of which each reads a share of the tiles.
+
+    A small matrix is read once.
     """
 
     def __init__(
@@ -66,6 +73,11 @@ class Reader:
         self.dtype = np.dtype(array.dtype).newbyteorder("=")
         self.is_hermitian, self._is_checked = is_hermitian, is_checked
         self._sizes = self._tile_sizes()
+        self._is_in_memory = isinstance(array, np.ndarray)
+        is_small = rows * columns * self.dtype.itemsize <= _KEPT_BYTES
+        self._keeps = is_small and not self._is_in_memory
+        # The tiles that are kept, by where they start.
+        self._kept: dict[tuple[int, int], np.ndarray] = {}
 
     def _tile_sizes(self) -> _TileSizes:
         chunks = getattr(self.array, "chunks", None)
@@ -81,30 +93,33 @@ class Reader:
             rows = columns = min(rows, columns)
         return _TileSizes(rows, columns)
 
+    def _cuts(self, side: int) -> list[slice]:
+        """The rows of tiles, or their columns."""
+        total, size = self.shape[side], self._sizes[side]
+        return [slice(i, min(i + size, total)) for i in range(0, total, size)]
+
     def _pieces(self) -> list[_Piece]:
-        cuts = [
-            [slice(start, min(start + size, total)) for start in range(0, total, size)]
-            for total, size in safe_zip(self.shape, self._sizes)
-        ]
         # A tile that starts below the diagonal is the mirror image of one above it.
         return [
             (rows, columns)
-            for rows in cuts[0]
-            for columns in cuts[1]
+            for rows in self._cuts(0)
+            for columns in self._cuts(1)
             if not self.is_hermitian or rows.start <= columns.start
         ]
 
     def _read(self, piece: _Piece) -> Shaped[np.ndarray, "rows columns"]:
-        tile = self._checked(self.array[piece], [x.stop - x.start for x in piece])
+        place = piece[0].start, piece[1].start
+        if place in self._kept:
+            return self._kept[place]
+        tile = as_numpy(self.array[piece])
+        # NumPy would broadcast what is too small.
+        shape = tuple(x.stop - x.start for x in piece)
+        check_equal("Slices of a stored kernel", tile.shape, shape)
         if self._is_checked and piece[0] == piece[1]:
             _check_hermitian(tile)
+        if self._keeps:
+            self._kept[place] = tile
         return tile
-
-    def _checked(self, entries: Any, shape: Sequence[int]) -> np.ndarray:
-        entries = as_numpy(entries)
-        # NumPy would broadcast what is too small.
-        check_equal("Slices of a stored kernel", entries.shape, tuple(shape))
-        return entries
 
     def _tiles(
         self, rank: int = 0, num: int = 1
@@ -112,10 +127,13 @@ class Reader:
         """The tiles, or those of a process; the next ones are read ahead."""
         # In turn, because rows of a triangle have tiles of different numbers.
         pieces = [(piece,) for piece in self._pieces()[rank::num]]
-        is_in_memory = isinstance(self.array, np.ndarray)
-        tiles = in_threads(self._read, pieces, _AHEAD)
+        is_kept = all((x.start, y.start) in self._kept for ((x, y),) in pieces)
         # In memory, there is nothing to wait for.
-        tiles = itertools.starmap(self._read, pieces) if is_in_memory else tiles
+        tiles = (
+            itertools.starmap(self._read, pieces)
+            if self._is_in_memory or is_kept
+            else in_threads(self._read, pieces, _AHEAD)
+        )
         yield from ((*piece, tile) for piece, tile in safe_zip(pieces, tiles))
 
     def product(
@@ -180,15 +198,17 @@ class Reader:
 
     def column(self, index: int) -> Shaped[np.ndarray, " n"]:
         """One column; of a Hermitian matrix, from tiles on and above the diagonal."""
-        size, (rows, _) = self._sizes[0], self.shape
-        # What a tile on the diagonal has below it is stored, too.
-        stop = min((index // size + 1) * size, rows) if self.is_hermitian else rows
-        column = self._checked(self.array[:stop, index], [stop])
-        # Further down, entries are mirror images of those in the row `index`.
-        if stop < rows:
-            below = self._checked(self.array[index, stop:], [rows - stop])
-            column = np.concatenate([column, _numpy_conj(below)])
-        return column.astype(self.dtype, copy=False)
+        columns = self._cuts(1)[index // self._sizes.columns]
+        place = index - columns.start
+
+        def part(rows: slice) -> np.ndarray:
+            # Further down, entries are mirror images of those in the row `index`.
+            if self.is_hermitian and rows.start > columns.start:
+                return _numpy_conj(self._read((columns, rows))[place])
+            return self._read((rows, columns))[:, place]
+
+        parts = np.zeros(0, self.dtype), *map(part, self._cuts(0))
+        return np.concatenate(parts, dtype=self.dtype)
 
 
 def _check_hermitian(tile: Shaped[np.ndarray, "n n"]) -> None:

@@ -21,6 +21,7 @@ from eqxbatch import (
     KernelOperator,
     ZarrStore,
 )
+from eqxbatch._kernels import stored_matrix
 from ..helpers import bent, make_mesh, normal, spread, thinned, variants
 from .kernel_functions import lopsided, rbf, white
 
@@ -437,6 +438,29 @@ def test_entries_that_are_missing(read, match):
     for run in (lambda: stored.mv(jnp.ones(13)), stored.as_matrix):
         with pytest.raises(Exception, match=match):
             run()
+
+
+@pytest.mark.parametrize("symmetric", (None, True))
+def test_small_matrices_are_read_once(symmetric, monkeypatch):
+    matrix, reads = dense(rbf, X), []
+
+    class Stored:
+        shape, dtype, chunks = (13, 13), matrix.dtype, (4, 4)
+
+        def __getitem__(self, place):
+            reads.append(place)
+            return matrix[place]
+
+    num = 16 if symmetric is None else 10
+    for is_small, expected in ((True, num), (False, 2 * num + 4)):
+        if not is_small:
+            monkeypatch.setattr(stored_matrix, "_KEPT_BYTES", 8 * 13**2 - 1)
+        reads.clear()
+        operator = KernelOperator(Stored(), symmetric=symmetric)
+        for vectors in map(jnp.asarray, (numbers(13, 2), numbers(13, 1))):
+            close(operator.mv(vectors), matrix @ vectors)
+        close(operator.column(5), matrix[:, 5])
+        assert len(reads) == expected
 
 
 def random_features(x1, x2=None, *, key, mask):
