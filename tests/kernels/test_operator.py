@@ -442,7 +442,7 @@ def test_entries_that_are_missing(read, match):
 
 @pytest.mark.parametrize("symmetric", (None, True))
 def test_small_matrices_are_read_once(symmetric, monkeypatch):
-    matrix, reads = dense(rbf, X), []
+    matrix, reads = dense(hermitian, X), []
 
     class Stored:
         shape, dtype, chunks = (13, 13), matrix.dtype, (4, 4)
@@ -454,11 +454,13 @@ def test_small_matrices_are_read_once(symmetric, monkeypatch):
     num = 16 if symmetric is None else 10
     for is_small, expected in ((True, num), (False, 2 * num + 4)):
         if not is_small:
-            monkeypatch.setattr(stored_matrix, "_KEPT_BYTES", 8 * 13**2 - 1)
+            monkeypatch.setattr(stored_matrix, "_KEPT_BYTES", 16 * 13**2 - 1)
         reads.clear()
         operator = KernelOperator(Stored(), symmetric=symmetric)
-        for vectors in map(jnp.asarray, (numbers(13, 2), numbers(13, 1))):
+        for num_vectors in (2, 1):
+            vectors = jnp.asarray(numbers(13, num_vectors), matrix.dtype)
             close(operator.mv(vectors), matrix @ vectors)
+        # Its last entries are mirror images.
         close(operator.column(5), matrix[:, 5])
         assert len(reads) == expected
 
