@@ -126,12 +126,14 @@ class ComputedMatrix(AbstractKernelMatrix):
     - `sizes`: the sizes of its blocks on one device.
     - `has_factors`: whether an entry follows from factors of two examples, which take
         much longer than the entry.
+    - `keeps_factors`: whether there is memory for those of all rows.
     """
 
     call: FunctionCall
     mesh_axis: MeshAxis | None
     sizes: Sizes = eqx.field(static=True)
     has_factors: bool = eqx.field(static=True)
+    keeps_factors: bool = eqx.field(static=True)
 
     def __init__(
         self, transform: BatchKernel, x1: PyTree, x2: PyTree, kwargs: dict[str, PyTree]
@@ -143,6 +145,8 @@ class ComputedMatrix(AbstractKernelMatrix):
         kernel = on_one_device(self.call)
         assert isinstance(kernel.sizes, tuple)
         self.sizes, self.has_factors = kernel.sizes, any(kernel.bytes_kept)
+        most = kernel.num_kept(kernel.bytes_kept[0])
+        self.keeps_factors = self.has_factors and most >= kernel.totals[0]
         if [leaf.axes for leaf in kernel.leaves] != [(0, 1)] or any(
             len(leaf.sample) != 2 for leaf in kernel.leaves
         ):
@@ -189,10 +193,9 @@ class ComputedMatrix(AbstractKernelMatrix):
         return _compiled_entries(_column_in_blocks, self._on_one_device, index)
 
     def columns(self) -> Callable[[Int[Array, ""]], Shaped[Array, " n1"]]:
-        call, num = self._on_one_device, self.struct.shape[0]
-        kernel = on_one_device(self.call)
-        if not self.has_factors or kernel.num_kept(kernel.bytes_kept[0]) < num:
+        if not self.keeps_factors:
             return self.column
+        call = self._on_one_device
         # One backward pass of all examples in place of one for each column.
         panel = _compiled_entries(_factors_of_rows, call)
         return lambda index: _compiled_entries(_column_in_blocks, call, index, panel)
