@@ -22,7 +22,7 @@ from .axes import Axes, axes_in, Axis, Named, SHARED
 
 def contract(terms: Sequence[Named], out: Axes) -> Array:
     """The sum of the product of the terms over all axes that are not in `out`."""
-    terms = _without_lone_axes(terms, out)
+    terms = _without_lone_axes([*map(_diagonal, terms)], out)
     of_terms = tuple(axes for _, axes in terms)
     path = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
     # The first of two terms stays the first, so that the compiler recognises equal
@@ -66,9 +66,39 @@ def _product_of_terms(
         )
     sizes = _sizes_of_axes((axes, x.shape) for x, axes in terms)
     terms, out = _fused(terms, wanted)
-    expression = _expression([axes for _, axes in terms], out)
-    product = jnp.einsum(expression, *(x for x, _ in terms))
+    order = _order_of_entries(terms, out)
+    if order is None:
+        expression = _expression([axes for _, axes in terms], out)
+        product = jnp.einsum(expression, *(x for x, _ in terms))
+    else:
+        product = _sum_of_entries(terms, order, out)
     return Named(product.reshape([sizes[axis] for axis in wanted]), wanted)
+
+
+def _order_of_entries(terms: Sequence[Named], out: Axes) -> Axes | None:
+    """The order of the axes in which to multiply the entries of two terms, and add up.
+
+    XLA does so for a product of matrices, too, if both terms have the same axes; but
+    first, it moves those of the sum to the end. None if they are there, or if products
+    of entries have fewer digits than an accumulator.
+    """
+    if len(terms) == 1:
+        return None
+    (x, of_x), (y, of_y) = terms
+    if set(of_x) != set(of_y) or not (is_inexact(x) and is_inexact(y)):
+        return None
+    if jnp.finfo(jnp.result_type(x, y)).nmant < jnp.finfo(jnp.float32).nmant:
+        return None
+    return next((axes for axes in (of_x, of_y) if axes and axes[-1] in out), None)
+
+
+def _sum_of_entries(terms: Sequence[Named], order: Axes, out: Axes) -> Array:
+    """The sum of products of entries over all axes that are not in `out`."""
+    factors = [aligned(x, axes, order) for x, axes in terms]
+    summed = [i for i, axis in enumerate(order) if axis not in out]
+    left = [axis for axis in order if axis in out]
+    total = jnp.sum(math.prod(factors), summed)
+    return jnp.transpose(total, [left.index(axis) for axis in out])
 
 
 def aligned(x: Array, axes: Axes, wanted: Axes) -> Array:
@@ -103,7 +133,7 @@ class ContractCost(NamedTuple):
 def contract_cost(terms: Sequence[Named], out: Axes) -> ContractCost:
     """The cost of `contract`, which depends on shapes only."""
     flops = float(sum(x.size for x, _ in terms))
-    terms = _without_lone_axes(terms, out)
+    terms = _without_lone_axes([*map(_diagonal, terms)], out)
     of_terms = tuple(axes for _, axes in terms)
     info = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out).info
     if info is None:
@@ -148,9 +178,6 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
                 break
             if any(axis not in names for names in lists if other in names):
                 break
-            # An axis that a term has twice is its diagonal.
-            if any(names.count(x) > 1 for names in lists for x in (axis, other)):
-                break
             for names in lists:
                 if other in names:
                     names.remove(other)
@@ -160,6 +187,15 @@ def _fused(terms: Sequence[Named], out: Axes) -> _Fused:
         for (x, _), names in safe_zip(terms, lists[:-1])
     ]
     return _Fused(fused, tuple(lists[-1]))
+
+
+def _diagonal(term: Named) -> Named:
+    """A term that has each axis once; an axis that it has twice is its diagonal."""
+    x, axes = term
+    left = tuple(dict.fromkeys(axes))
+    if len(left) == len(axes):
+        return term
+    return Named(jnp.einsum(_expression([axes], left), x), left)
 
 
 def _without_lone_axes(terms: Sequence[Named], out: Axes) -> list[Named]:
