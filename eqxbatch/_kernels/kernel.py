@@ -396,7 +396,12 @@ def _rounding_of(eqn: Eqn) -> float:
 
 
 # The primitives whose operands a device may round.
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+_PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "ragged_dot",
+    "ragged_dot_general",
+)
 
 
 def is_close(

@@ -51,7 +51,8 @@ class KernelOperator(AbstractTaggedOperator):
 
     - `kernel`: a kernel function, as for [`eqxbatch.filter_batch_kernel`][], or an
         estimator such as [`eqxbatch.EmpiricalNTK`][], that returns one array of shape
-        `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array or a zarr array.
+        `(n1, n2)`. Or, without `x1`, a stored kernel: a NumPy array or a zarr array,
+        which must not change later; a zarr array of up to 64 MB is read once.
     - `x1`, `x2`: the examples of rows and columns. Without `x2`, both are `x1`. NumPy
         arrays are copied. With a `store`, they can be on disk, as for
         [`eqxbatch.filter_batch_kernel`][].

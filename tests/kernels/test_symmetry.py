@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType
 
 from eqxbatch import filter_batch_kernel, KernelOperator, KernelProduct, TopK
+from eqxbatch._base.platforms import for_platform, GPU
 from ..helpers import make_mesh, normal, on_devices, variants
 
 
@@ -170,6 +171,25 @@ def test_kernels_that_are_symmetric_within_rounding(kernel, getkey):
 def test_kernels_that_are_nearly_symmetric(kernel, getkey):
     with pytest.raises(ValueError, match=NOT_TRUE):
         filter_batch_kernel(kernel, symmetric=True)(normal(getkey(), (300, 2)))
+
+
+def by_ragged_dot(x, y):
+    return jax.lax.ragged_dot(x, y.T[None], jnp.array([len(x)]))
+
+
+@pytest.mark.parametrize("product", (lambda x, y: x @ y.T, by_ragged_dot))
+def test_products_of_rounded_operands_are_symmetric_within_their_digits(
+    product, getkey
+):
+    # An asymmetry that operands in bfloat16 could have, and float32 could not.
+    above = lambda x, y: jnp.sign(x[:, None, 0] - y[None, :, 0])
+    kernel = lambda x, y: product(x, y) + 0.03 * above(x, y)
+    x = normal(getkey(), (30, 3))
+    call = lambda: filter_batch_kernel(kernel, symmetric=True, block_size=None)(x)
+    with pytest.raises(ValueError, match=NOT_TRUE):
+        call()
+    with for_platform(GPU):
+        call()
 
 
 @pytest.mark.parametrize("dtype", (np.float32, np.complex64, np.int32))
