@@ -37,6 +37,10 @@ _KEPT_BYTES = 2**26
 _Piece = tuple[slice, slice]
 
 
+def _place(piece: _Piece) -> tuple[int, ...]:
+    return tuple(x for cut in piece for x in (cut.start, cut.stop))
+
+
 class _TileSizes(NamedTuple):
     """The numbers of rows and of columns of the tiles that are read."""
 
@@ -76,8 +80,9 @@ class Reader:
         self._is_in_memory = isinstance(array, np.ndarray)
         is_small = rows * columns * self.dtype.itemsize <= _KEPT_BYTES
         self._keeps = is_small and not self._is_in_memory
-        # The tiles that are kept, by where they start.
-        self._kept: dict[tuple[int, int], np.ndarray] = {}
+        # The tiles that are kept, by where they start and end: those of the diagonal
+        # may be other ones than those of products.
+        self._kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def _tile_sizes(self) -> _TileSizes:
         chunks = getattr(self.array, "chunks", None)
@@ -108,7 +113,7 @@ class Reader:
         ]
 
     def _read(self, piece: _Piece) -> Shaped[np.ndarray, "rows columns"]:
-        place = piece[0].start, piece[1].start
+        place = _place(piece)
         if place in self._kept:
             return self._kept[place]
         tile = as_numpy(self.array[piece])
@@ -127,7 +132,7 @@ class Reader:
         """The tiles, or those of a process; the next ones are read ahead."""
         # In turn, because rows of a triangle have tiles of different numbers.
         pieces = [(piece,) for piece in self._pieces()[rank::num]]
-        is_kept = all((x.start, y.start) in self._kept for ((x, y),) in pieces)
+        is_kept = all(_place(piece) in self._kept for (piece,) in pieces)
         # In memory, there is nothing to wait for.
         tiles = (
             itertools.starmap(self._read, pieces)

@@ -465,6 +465,35 @@ def test_small_matrices_are_read_once(symmetric, monkeypatch):
         assert len(reads) == expected
 
 
+@pytest.mark.parametrize("symmetric", (None, True))
+def test_tiles_that_are_kept_belong_to_what_reads_them(symmetric):
+    # Tiles on the diagonal are square, also if those of products are not.
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        rows, columns = rng.integers(1, 12, 2)
+        matrix = rng.normal(size=(rows, rows if symmetric else columns))
+        if symmetric:
+            matrix += matrix.T
+
+        class Stored:
+            shape, dtype = matrix.shape, matrix.dtype
+            chunks = tuple(map(int, rng.integers(1, 8, 2)))
+
+            def __getitem__(self, place, matrix=matrix):
+                return matrix[place]
+
+        operator = KernelOperator(Stored(), symmetric=symmetric)
+        vectors = rng.normal(size=(matrix.shape[1], 2))
+        checks = [
+            lambda o, m, v: close(o.diagonal(), np.diagonal(m)),
+            lambda o, m, v: close(o.mv(v), m @ v),
+            lambda o, m, v: close(o.as_matrix(), m),
+            lambda o, m, v: close(o.column(0), m[:, 0]),
+        ]
+        for number in rng.permutation(4):
+            checks[number](operator, matrix, vectors)
+
+
 def random_features(x1, x2=None, *, key, mask):
     """A kernel of random features, which differ if there are two sides."""
     x2 = x1 if x2 is None else x2
