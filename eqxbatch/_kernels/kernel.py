@@ -22,6 +22,7 @@ from .._base.dtypes import widened
 from .._base.jaxpr_types import Eqn
 from .._base.jaxprs import equations_in
 from .._base.platforms import platform
+from .._base.primitives import PRODUCTS
 from .._base.refs import without_refs
 from .._base.structs import is_struct, with_arrays
 from .._base.trees import safe_zip, shown
@@ -388,20 +389,15 @@ def _rounding_of(eqn: Eqn) -> float:
     dtypes = [x.aval.dtype for x in eqn.outvars if hasattr(x.aval, "dtype")]
     dtypes = [x for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
     # Where products cost more with all digits, their operands are rounded to bfloat16.
-    if platform().exact_product > 1 and eqn.primitive.name in _PRODUCTS:
+    if platform().exact_product > 1 and eqn.primitive.name in _ROUNDED:
         # Of float64, they are exact, and the largest error counts.
         short = jnp.bfloat16
         dtypes = [x if jnp.finfo(x).bits > 32 else short for x in dtypes]
     return max((float(jnp.finfo(x).eps) for x in dtypes), default=0.0)
 
 
-# The primitives whose operands a device may round.
-_PRODUCTS = (
-    "dot_general",
-    "conv_general_dilated",
-    "ragged_dot",
-    "ragged_dot_general",
-)
+# The primitives whose operands a device may round; the last one is JAX's own.
+_ROUNDED = PRODUCTS | {"ragged_dot_general"}
 
 
 def is_close(

@@ -38,6 +38,7 @@ _Piece = tuple[slice, slice]
 
 
 def _place(piece: _Piece) -> tuple[int, ...]:
+    """Where a tile starts and ends."""
     return tuple(x for cut in piece for x in (cut.start, cut.stop))
 
 
@@ -80,8 +81,8 @@ class Reader:
         self._is_in_memory = isinstance(array, np.ndarray)
         is_small = rows * columns * self.dtype.itemsize <= _KEPT_BYTES
         self._keeps = is_small and not self._is_in_memory
-        # The tiles that are kept, by where they start and end: those of the diagonal
-        # may be other ones than those of products.
+        # The tiles that are kept, by their places: those of the diagonal may be other
+        # ones than those of products.
         self._kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def _tile_sizes(self) -> _TileSizes:
