@@ -22,7 +22,7 @@ from .axes import Axes, axes_in, Axis, Named, SHARED
 
 def contract(terms: Sequence[Named], out: Axes) -> Array:
     """The sum of the product of the terms over all axes that are not in `out`."""
-    terms = _without_lone_axes([*map(_diagonal, terms)], out)
+    terms = _without_lone_axes(terms, out)
     of_terms = tuple(axes for _, axes in terms)
     path = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out)
     # The first of two terms stays the first, so that the compiler recognises equal
@@ -133,7 +133,7 @@ class ContractCost(NamedTuple):
 def contract_cost(terms: Sequence[Named], out: Axes) -> ContractCost:
     """The cost of `contract`, which depends on shapes only."""
     flops = float(sum(x.size for x, _ in terms))
-    terms = _without_lone_axes([*map(_diagonal, terms)], out)
+    terms = _without_lone_axes(terms, out)
     of_terms = tuple(axes for _, axes in terms)
     info = _optimal_path(of_terms, tuple(x.shape for x, _ in terms), out).info
     if info is None:
@@ -199,7 +199,8 @@ def _diagonal(term: Named) -> Named:
 
 
 def _without_lone_axes(terms: Sequence[Named], out: Axes) -> list[Named]:
-    """The terms, each summed over the axes that only it has."""
+    """The terms, each with an axis once and summed over the axes that only it has."""
+    terms = [*map(_diagonal, terms)]
     counts = collections.Counter(itertools.chain.from_iterable(x.axes for x in terms))
     summed = []
     for x, axes in terms:
